@@ -1,0 +1,53 @@
+# Everything a developer or CI runs. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed first and by itself: which build of torch fits (CPU, a CUDA version) depends on the machine.
+# Another one: make venv TORCH="torch==2.9.1 --index-url=...". The one that is already there: make venv TORCH=
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## Create .venv with the package (editable), the reference engine and the test tools
+
+# The stamp is written last: an installation that failed half-way is repeated. It is newer than pyproject.toml as long as
+# the requirements have not changed, so the second run costs nothing.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
+	$(BIN)/python -m pip install --quiet --editable '.[reference,test]'
+	@touch $@
+
+demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_ARGS=...)
+	$(BIN)/resilient-executor demo $(DEMO_ARGS)
+
+test: lint  ## Lint, then run all tests (PYTEST_ARGS=...)
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: venv  ## Style, format, types and import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: venv  ## Repair style and format where that can be done without thought
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: venv  ## Measure; results go to build/bench.json (BENCH_ARGS=...)
+	@mkdir -p build
+	$(BIN)/python -m resilient_executor.reference.bench --json build/bench.json $(BENCH_ARGS)
+
+clean:  ## Remove what was built and cached; .venv stays
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find resilient_executor supervisor chaos tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""The Ray cluster under the executor: joined, or embedded in this process; checked before use, and quiet."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from packaging.version import Version
+
+from resilient_executor.errors import DependencyError, PlacementError
+
+if TYPE_CHECKING:
+    from resilient_executor.config import ExecutorConfig
+
+logger = logging.getLogger(__name__)
+
+MIN_RAY: Final = "2.43.0"
+#: What an embedded cluster's object store may hold. A graph needs buffers x channels x channel_buffer_bytes of it.
+EMBEDDED_STORE_BYTES: Final = 512 << 20
+
+
+def check_dependencies(*, needs_nccl: bool = False) -> None:
+    """Check Ray and its compiled graph, before anything is started.
+
+    Raises:
+        DependencyError: one is missing or too old; the message holds the command that repairs it.
+    """
+    repair = f"Install it with: pip install 'ray[cgraph]>={MIN_RAY}'"
+    if importlib.util.find_spec("ray") is None:
+        raise DependencyError(f"Ray is not installed. {repair}")
+    import ray
+
+    if Version(ray.__version__) < Version(MIN_RAY):
+        raise DependencyError(f"Ray {ray.__version__} is too old: compiled graphs need {MIN_RAY} or newer. {repair}")
+    try:
+        compiled_graph = importlib.util.find_spec("ray.experimental.compiled_dag_ref")
+    except ModuleNotFoundError:
+        compiled_graph = None
+    if compiled_graph is None:
+        raise DependencyError(f"this Ray has no compiled graphs. {repair}")
+    if needs_nccl and importlib.util.find_spec("cupy") is None:
+        raise DependencyError(f"transport 'nccl' needs cupy, which ray[cgraph] brings. {repair}. Or set transport='shm'")
+
+
+def connect(config: ExecutorConfig) -> bool:
+    """Join a cluster or start an embedded one; see ``ExecutorConfig.address``.
+
+    Returns:
+        whether the connection was made here, so that shutdown must end it.
+
+    Raises:
+        PlacementError: no cluster can be reached at the address.
+    """
+    import ray
+
+    _quieten()
+    if ray.is_initialized():
+        return False
+    common: dict[str, Any] = {"namespace": "resilient-executor", "log_to_driver": False, "logging_level": logging.ERROR}
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise PlacementError(
+                f"no Ray cluster answers at {address!r} ({error}). Start one with 'ray start --head', or set "
+                "address='local' for an embedded one"
+            ) from error
+        return True
+    needed = int(config.devices_per_worker * config.world_size + 0.999)
+    resources: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, needed if config.device_key == "CPU" else 1)}
+    ray.init(
+        address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **resources, **common
+    )
+    return True
+
+
+def disconnect() -> None:
+    """End the connection that :func:`connect` made; an embedded cluster ends with it."""
+    import ray
+
+    ray.shutdown()
+
+
+class _OneLineOfOurs(logging.Filter):
+    """Drops what Ray's compiled graph logs about dead actors; the executor reports each death once, with its cause."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.ERROR
+
+
+def _quieten() -> None:
+    """Turn Ray's own reports of dying workers down: the graph's stack traces and the raylet's paragraph."""
+    from ray._private import worker
+
+    noisy = logging.getLogger("ray.dag.compiled_dag_node")
+    if not any(isinstance(present, _OneLineOfOurs) for present in noisy.filters):
+        noisy.addFilter(_OneLineOfOurs())
+    if getattr(worker.print_to_stdstream, "_resilient_executor", False):
+        return
+    original = worker.print_to_stdstream
+
+    def print_to_stdstream(data: dict[str, Any], ignore_prefix: bool) -> None:
+        lines = data.get("lines") or [""]
+        if data.get("pid") == "raylet" and str(lines[0]).startswith("A worker died or was killed"):
+            logger.debug("raylet: %s", lines[0])
+            return
+        original(data, ignore_prefix)
+
+    print_to_stdstream._resilient_executor = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_to_stdstream

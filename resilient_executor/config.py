@@ -1,0 +1,289 @@
+"""Settings, checked before anything is started.
+
+Every field of :class:`ExecutorConfig` except objects (worker, placement group, functions) can also be set with an
+environment variable, ``RESILIENT_EXECUTOR_`` and the name in capitals; an argument wins over the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
+
+from resilient_executor.errors import ConfigError
+from resilient_executor.journal import RpcPolicy
+from resilient_executor.protocol import WorkerSpec
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+ENV_PREFIX: Final = "RESILIENT_EXECUTOR_"
+
+#: Carried to the workers from the driver's environment, by prefix and by name.
+DEFAULT_ENV_PREFIXES: Final = ("RESILIENT_EXECUTOR_", "OTEL_", "NCCL_", "GLOO_", "HF_", "TORCH_")
+DEFAULT_ENV_NAMES: Final = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+#: Never carried: they belong to one process or one node.
+DEFAULT_ENV_EXCLUDE: Final = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "TPU_VISIBLE_CHIPS",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "HF_TOKEN",
+)
+
+
+class Transport(str, enum.Enum):
+    """How tensors travel between pipeline stages.
+
+    ``auto`` is ``nccl`` where every worker has a CUDA device (Ray's device key ``GPU``, real devices present), else
+    ``shm``.
+    """
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    SHM = "shm"
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """All settings of an executor. Times are seconds.
+
+    Raises:
+        ConfigError: at construction, when a setting is out of range or two contradict each other.
+
+    Attributes:
+        worker: the engine's worker class with its arguments.
+        tensor_parallel_size: ranks in a TP group, i.e. in one stage.
+        pipeline_parallel_size: stages.
+        uses_sampler: two-stage steps (``execute_model`` stores, ``sample_tokens`` runs); False for pooling models.
+        rpc_policies: method name -> what becomes of that collective RPC when its epoch dies; an argument of the call wins.
+            Others are never repeated.
+        output_aggregator: turns the outputs of all ranks of the last stage (TP order) into the step's output; None
+            takes the output of the last stage's first rank.
+
+        address: Ray cluster to join; None joins one that this process or ``RAY_ADDRESS`` already names, else starts an
+            embedded one; ``"local"`` always starts an embedded one.
+        name: names the executor in logs, in status and for its actors.
+        device_key: Ray resource that a worker takes: ``GPU``, another accelerator's resource, or ``CPU``.
+        devices_per_worker: how much of it one worker takes; a fraction shares a device.
+        placement_group: an existing placement group to use; it is never removed. None makes one, and removes it.
+        bundle_indices: bundles of the placement group to use, one for each rank, in order of creation; None takes the
+            first ones that hold the device.
+        placement_strategy: Ray's strategy for a placement group of our own.
+        ray_remote_args: further arguments for the workers' ``ray.remote``, e.g. ``runtime_env``.
+
+        transport: how tensors travel between stages.
+        overlap_communication: lets the graph overlap its communication with computation (GPU only).
+        max_inflight_steps: steps in the graph at once; None derives it from the pipeline's depth.
+        channel_buffer_bytes: first size of one channel buffer; a larger message resizes it, which is slow once. A node
+            needs ``buffers x channels`` of it in its object store.
+        eager_graph: build the graph at start-up; False builds it at the first step.
+
+        env_prefixes, env_names: which of the driver's environment variables workers get.
+        env_extra: added for workers, wins over the driver's.
+        env_exclude: never carried.
+
+        heartbeat_interval_s: between two heartbeats of one worker.
+        heartbeat_timeout_s: silence after which a worker of a living process is given up as frozen.
+        check_health_timeout_s: default deadline of ``check_health``.
+        start_timeout_s: from the request for bundles to the compiled graph, once.
+        placement_timeout_s: wait for bundles.
+        step_timeout_s: a step in the graph for longer than this is given up.
+        settle_timeout_s: after a worker's own exception, how long its peers may take to come out of that step before
+            the group is rebuilt.
+        rpc_timeout_s: default timeout of a collective RPC.
+        fence_timeout_s: for one process of an old epoch to be proven gone.
+        teardown_timeout_s: for the graph's teardown; after that it is abandoned.
+        recovery_timeout_s: how long a call waits for a rebuild.
+        max_restarts, restart_window_s: more than ``max_restarts`` rebuilds in ``restart_window_s`` end in FAILED.
+        backoff_initial_s, backoff_max_s: pause before the second and later rebuilds in a row, doubling, with jitter.
+        start_attempts: attempts to start before ``StartupError``.
+    """
+
+    worker: WorkerSpec
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    uses_sampler: bool = True
+    output_aggregator: Callable[[Sequence[Any]], Any] | None = None
+    rpc_policies: Mapping[str, RpcPolicy] = field(default_factory=dict)
+
+    address: str | None = None
+    name: str = "executor"
+    device_key: str = "CPU"
+    devices_per_worker: float = 1.0
+    placement_group: PlacementGroup | None = None
+    bundle_indices: tuple[int, ...] | None = None
+    placement_strategy: str = "PACK"
+    ray_remote_args: Mapping[str, Any] = field(default_factory=dict)
+
+    transport: Transport = Transport.AUTO
+    overlap_communication: bool = False
+    max_inflight_steps: int | None = None
+    channel_buffer_bytes: int = 1 << 20
+    eager_graph: bool = True
+
+    env_prefixes: tuple[str, ...] = DEFAULT_ENV_PREFIXES
+    env_names: tuple[str, ...] = DEFAULT_ENV_NAMES
+    env_extra: Mapping[str, str] = field(default_factory=dict)
+    env_exclude: tuple[str, ...] = DEFAULT_ENV_EXCLUDE
+
+    heartbeat_interval_s: float = 0.5
+    heartbeat_timeout_s: float = 10.0
+    check_health_timeout_s: float = 5.0
+    start_timeout_s: float = 600.0
+    placement_timeout_s: float = 60.0
+    step_timeout_s: float = 300.0
+    settle_timeout_s: float = 5.0
+    rpc_timeout_s: float = 600.0
+    fence_timeout_s: float = 10.0
+    teardown_timeout_s: float = 5.0
+    recovery_timeout_s: float = 900.0
+    max_restarts: int = 10
+    restart_window_s: float = 600.0
+    backoff_initial_s: float = 0.5
+    backoff_max_s: float = 30.0
+    start_attempts: int = 3
+
+    def __post_init__(self) -> None:
+        """Normalise and check."""
+        if not isinstance(self.worker, WorkerSpec):
+            raise ConfigError(f"worker must be a WorkerSpec, not {type(self.worker).__name__}")
+        try:
+            object.__setattr__(self, "transport", Transport(self.transport))
+        except ValueError:
+            choices = ", ".join(repr(t.value) for t in Transport)
+            raise ConfigError(f"transport must be one of {choices}, not {self.transport!r}") from None
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "start_attempts", "channel_buffer_bytes"):
+            self._check_int(name, at_least=1)
+        self._check_int("max_restarts", at_least=0)
+        if self.max_inflight_steps is not None:
+            self._check_int("max_inflight_steps", at_least=1)
+        for name in _SECONDS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be a positive, finite number of seconds, not {value!r}")
+        self._check_placement()
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least twice heartbeat_interval_s "
+                f"({self.heartbeat_interval_s:g}): one lost heartbeat must not condemn a worker"
+            )
+        if self.backoff_max_s < self.backoff_initial_s:
+            raise ConfigError("backoff_max_s must not be smaller than backoff_initial_s")
+        if self.channel_buffer_bytes < 1000:
+            raise ConfigError("channel_buffer_bytes must be at least 1000, Ray's own minimum")
+
+    def _check_int(self, name: str, at_least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+
+    def _check_placement(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.name):
+            raise ConfigError(f"name must be 1 to 64 letters, digits, '_', '.' or '-', not {self.name!r}")
+        if not self.device_key:
+            raise ConfigError("device_key must name a Ray resource, for instance 'GPU' or 'CPU'")
+        if isinstance(self.devices_per_worker, bool) or not 0 < self.devices_per_worker < float("inf"):
+            raise ConfigError(f"devices_per_worker must be positive, not {self.devices_per_worker!r}")
+        if self.devices_per_worker > 1 and self.devices_per_worker != int(self.devices_per_worker):
+            raise ConfigError(f"devices_per_worker above 1 must be whole, not {self.devices_per_worker!r}")
+        if self.placement_strategy not in _STRATEGIES:
+            raise ConfigError(f"placement_strategy must be one of {sorted(_STRATEGIES)}, not {self.placement_strategy!r}")
+        if self.bundle_indices is not None:
+            indices = self.bundle_indices
+            if len(indices) != self.world_size:
+                raise ConfigError(
+                    f"bundle_indices names {len(indices)} bundles, but {self.world_size} workers are needed "
+                    f"(tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size "
+                    f"{self.pipeline_parallel_size})"
+                )
+            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
+                raise ConfigError(f"bundle_indices must be whole numbers from 0, not {list(indices)}")
+            if len(set(indices)) != len(indices):
+                raise ConfigError(f"bundle_indices names a bundle twice: {list(indices)}; each worker needs its own")
+            count = self.world_size if self.placement_group is None else self.placement_group.bundle_count
+            if max(indices) >= count:
+                raise ConfigError(
+                    f"bundle_indices names bundle {max(indices)}, but the placement group has only {count} bundles "
+                    f"(0 to {count - 1})"
+                )
+        reserved = {"num_cpus", "num_gpus", "resources", "scheduling_strategy", "max_restarts", "concurrency_groups"}
+        if clash := reserved & set(self.ray_remote_args):
+            raise ConfigError(f"ray_remote_args must not set {sorted(clash)}: the executor sets them itself")
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The rank whose output a step returns: the last stage's first."""
+        return self.world_size - self.tensor_parallel_size
+
+    @property
+    def inflight_limit(self) -> int:
+        """Steps that the graph holds at once: one a stage keeps a pipeline full, and one more hides the hand-over."""
+        return self.max_inflight_steps or self.pipeline_parallel_size + 1
+
+    @classmethod
+    def from_env(cls, worker: WorkerSpec, environ: Mapping[str, str] | None = None, **settings: Any) -> ExecutorConfig:
+        """Build a config from ``RESILIENT_EXECUTOR_*`` variables and ``settings``, which win.
+
+        Raises:
+            ConfigError: a variable that names no setting or cannot be read as its type; a setting out of range.
+        """
+        environ = os.environ if environ is None else environ
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        if unknown := set(settings) - set(fields):
+            raise ConfigError(f"unknown settings {sorted(unknown)}; known are {sorted(set(fields) - {'worker'})}")
+        hints = {name: str(hint) for name, hint in _settable(cls).items()}
+        values: dict[str, Any] = {}
+        for variable, text in environ.items():
+            if not variable.startswith(ENV_PREFIX):
+                continue
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name not in hints:
+                raise ConfigError(f"{variable} is not a setting; known are {sorted(ENV_PREFIX + n.upper() for n in hints)}")
+            values[name] = _parse(variable, text, hints[name])
+        return cls(worker=worker, **{**values, **settings})
+
+
+_STRATEGIES: Final = frozenset({"PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"})
+_SECONDS: Final = tuple(f.name for f in dataclasses.fields(ExecutorConfig) if f.name.endswith("_s"))
+_OBJECTS: Final = {"worker", "output_aggregator", "placement_group", "ray_remote_args", "rpc_policies", "env_extra"}
+
+
+def _settable(cls: type[ExecutorConfig]) -> dict[str, Any]:
+    """Fields that a text can set, with their types."""
+    hints = get_type_hints(cls, localns={"PlacementGroup": object})
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in _OBJECTS}
+
+
+def _parse(variable: str, text: str, hint: str) -> Any:
+    """Read an environment variable as the type of its field."""
+    try:
+        if "tuple[int" in hint:
+            return tuple(int(part) for part in text.split(",") if part.strip())
+        if "tuple[str" in hint:
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        if "bool" in hint:
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.strip().lower()]
+        if "float" in hint:
+            return float(text)
+        if "int" in hint:
+            return int(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{variable}={text!r} cannot be read as {hint}") from None
+    return text

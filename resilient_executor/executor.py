@@ -1,0 +1,512 @@
+"""The front door: an executor with the signatures of vLLM's ``v1.executor.abstract.Executor``.
+
+What is added to vLLM's contract: a step ends in exactly one of its output, the worker's own exception, ``StepLost`` (the
+epoch died under it, recompute), or ``ExecutorFailed`` (it is over). ``StepLost`` comes at once; the next call waits for
+the rebuild.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import cloudpickle
+import ray
+from ray.exceptions import RayError
+
+from resilient_executor import cluster, placement, protocol
+from resilient_executor.config import ExecutorConfig
+from resilient_executor.environment import EnvironmentRule
+from resilient_executor.errors import (
+    ExecutorRecovering,
+    ExecutorUnhealthy,
+    RpcLost,
+    RpcTimeout,
+    StateError,
+    StepLost,
+)
+from resilient_executor.graph import resolve_transport
+from resilient_executor.journal import Journal, JournalEntry, RpcPolicy
+from resilient_executor.lifecycle import Event, ExecutorState, Generation, Lifecycle
+from resilient_executor.overseer import Overseer
+from resilient_executor.pipeline import StepFuture, StepPipeline
+from resilient_executor.recovery import Recovery
+from resilient_executor.supervisor.client import Supervision, SupervisorUnreachable
+from resilient_executor.supervisor.incidents import Incident, first_cause
+from resilient_executor.worker_group import first_line
+
+logger = logging.getLogger(__name__)
+
+_NOTHING: Final = object()
+#: What shutdown may take for healthy workers to put their things in order.
+_FAREWELL_S: Final = 2.0
+
+
+class ResilientExecutor:
+    """Runs a sharded model on Ray workers, and goes on when they die.
+
+    ``execute_model`` and ``sample_tokens`` belong to one thread, the engine's loop; everything else may be called from
+    any thread.
+
+    Args:
+        config: all settings, see :class:`ExecutorConfig`.
+
+    Raises:
+        ConfigError, DependencyError, PlacementError: nothing was started.
+        StartupError: the workers did not come up; everything was removed again.
+    """
+
+    uses_ray = True
+    supports_pp = True
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        transport = resolve_transport(config) if config.device_key != "GPU" else config.transport
+        cluster.check_dependencies(needs_nccl=transport == "nccl")
+        environment_rule = EnvironmentRule.from_config(config)
+        self._lifecycle = Lifecycle()
+        self._overseer = Overseer(config, self._lifecycle)
+        self._journal = Journal()
+        self._journal_lock = threading.Lock()
+        self._step_ids = itertools.count()
+        self._failure_callbacks: list[Callable[[], None]] = []
+        self._rpc_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="resilient-executor-rpc")
+        self._shutdown_lock = threading.Lock()
+        self._supervision: Supervision | None = None
+        self._recovery: Recovery | None = None
+        self._pending: Any = _NOTHING
+        self._pending_plan = (0, 0)
+        #: The epoch that the engine's schedule is made for; 0 after a loss, when it begins from nothing.
+        self._plan_epoch = 0
+        #: How many losses the engine has been told of; a schedule made before the last one is void.
+        self._losses = 0
+        self._lifecycle.add_listener(self._on_event)
+        self._connected_here = cluster.connect(config)
+        self._at_exit = _shut_down_at_exit(self)
+        try:
+            self._config = config = _with_current_placement_group(config)
+            placement.check_capacity(config)
+            self._start(config, environment_rule.select(os.environ))
+        except BaseException:  # Ctrl-C in the middle of a start must leave nothing behind either
+            self.shutdown()
+            raise
+
+    def _start(self, config: ExecutorConfig, variables: dict[str, str]) -> None:
+        began = time.monotonic()
+        self._supervision = Supervision(config, self._overseer.on_finding)
+        self._recovery = Recovery(
+            config,
+            self._lifecycle,
+            self._supervision,
+            self._journal,
+            variables=variables,
+            driver_node_id=ray.get_runtime_context().get_node_id(),
+            step_ids=self._step_ids,
+        )
+        self._supervision.start()
+        self._overseer.start(self._recovery, self._supervision)
+        self.start_seconds = time.monotonic() - began
+        logger.info("%s: %d workers serve after %.1f s", config.name, config.world_size, self.start_seconds)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Begin a step. With the sampler on it is only stored, and ``sample_tokens`` runs it.
+
+        Returns:
+            None (with ``non_block`` a completed future of None) when the step waits for ``sample_tokens``; else the
+            output, or with ``non_block`` its future.
+
+        Raises:
+            StateError: the last step still waits for ``sample_tokens``.
+            ExecutorFailed, ExecutorStopped: it is over.
+        """
+        if self._pending is not _NOTHING:
+            raise StateError("sample_tokens() must be called after execute_model() has returned None")
+        if self._lifecycle.serving is None:
+            self._lifecycle.raise_if_over()
+        plan = (self._plan_epoch, self._losses)
+        if not self.needs_sampling(scheduler_output):
+            return self._run_step((scheduler_output, None), plan, non_block)
+        self._pending, self._pending_plan = scheduler_output, plan
+        return _completed(None) if non_block else None
+
+    def needs_sampling(self, scheduler_output: Any) -> bool:
+        """Whether this step waits for ``sample_tokens``; an adapter may decide it by the batch."""
+        return self._config.uses_sampler
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Run the step that ``execute_model`` has stored.
+
+        Returns:
+            its output; with ``non_block`` a ``concurrent.futures.Future`` of it, which holds the step's errors, too.
+
+        Raises:
+            StateError: no step is stored.
+            StepLost: its epoch died. The engine must recompute.
+            ExecutorFailed, ExecutorStopped, RecoveryTimeout: there is nothing to run it on.
+            Exception: what the worker raised.
+        """
+        if self._pending is _NOTHING:
+            self._lifecycle.raise_if_over()
+            raise StateError("execute_model() must be called before sample_tokens()")
+        scheduler_output, self._pending = self._pending, _NOTHING
+        return self._run_step((scheduler_output, grammar_output), self._pending_plan, non_block)
+
+    def _run_step(self, value: Any, plan: tuple[int, int], non_block: bool) -> Any:
+        step_id = next(self._step_ids)
+        if not non_block:
+            try:
+                return self._pipeline_for(plan, step_id).run(step_id, value)
+            except StepLost as lost:
+                self._told(lost)
+                raise
+        future = _EngineFuture(self._told)
+        try:
+            self._pipeline_for(plan, step_id).submit(step_id, value, future)
+        except Exception as error:  # noqa: BLE001 - a future holds all of its step's errors
+            future.fail(error)
+        return future
+
+    def _pipeline_for(self, plan: tuple[int, int], step_id: int) -> StepPipeline:
+        """The pipeline that may run a step planned for ``plan``: (epoch of the engine's schedule, losses it knew of)."""
+        epoch, losses = plan
+        if losses != self._losses:
+            raise StepLost(epoch, step_id)  # planned before the engine learnt of a loss
+        generation = self._lifecycle.serving
+        if epoch and (generation is None or generation.epoch != epoch):
+            current = self._lifecycle.current
+            if current is None or current.epoch != epoch or current.condemned:
+                raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
+        if generation is None:
+            generation = self._lifecycle.await_serving(self._config.recovery_timeout_s)
+            if epoch and generation.epoch != epoch:
+                raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
+        self._plan_epoch = generation.epoch
+        return generation.pipeline or self._late_pipeline(generation)
+
+    def _late_pipeline(self, generation: Generation) -> StepPipeline:
+        """Build the graph at the first step, where ``eager_graph`` is off."""
+        assert self._recovery is not None
+        try:
+            deadline = time.monotonic() + self._config.start_timeout_s
+            self._recovery.compile(generation, self._overseer, None, deadline)
+        except Exception as error:
+            self._overseer.graph_broken(generation.epoch, first_line(error))
+            raise StepLost(generation.epoch, -1) from error
+        assert generation.pipeline is not None
+        return generation.pipeline
+
+    def _told(self, lost: StepLost) -> None:
+        """The engine has learnt of a loss: it will begin from nothing, on whatever epoch serves next."""
+        self._losses += 1
+        self._plan_epoch = 0
+        if lost.incident is None:
+            lost.incident = self._lifecycle.last_incident(lost.epoch)
+
+    # -- collective RPC ---------------------------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        *,
+        policy: RpcPolicy | None = None,
+        key: str | None = None,
+        per_rank_args: Sequence[Sequence[Any]] | None = None,
+    ) -> Any:
+        """Call a method on every worker.
+
+        Args:
+            method: its name, or a callable that gets the engine's worker as its first argument.
+            timeout: seconds for this call, rebuilds included; None takes ``rpc_timeout_s``.
+            args, kwargs: its arguments, the same for every rank.
+            non_block: return a future.
+            policy: what becomes of the call when its epoch dies; None takes ``rpc_policies``, else ``ONCE``.
+            key: with ``JOURNAL``, a later call with the same key replaces this one in the replay.
+            per_rank_args: positional arguments for each rank, in place of ``args``.
+
+        Returns:
+            the results in rank order; with ``non_block`` a future of them.
+
+        Raises:
+            StateError: ``per_rank_args`` does not fit the number of ranks.
+            RpcTimeout: not every rank answered in time.
+            RpcLost: the epoch died, and the call is not declared safe to repeat.
+            ExecutorFailed, ExecutorStopped, RecoveryTimeout: there is nothing to run it on.
+            Exception: what a worker raised.
+        """
+        self._lifecycle.raise_if_over()
+        name = method if isinstance(method, str) else getattr(method, "__name__", "a callable")
+        if per_rank_args is not None and len(per_rank_args) != self._config.world_size:
+            raise StateError(f"per_rank_args has {len(per_rank_args)} entries for {self._config.world_size} ranks")
+        entry = JournalEntry(
+            method=method if isinstance(method, str) else cloudpickle.dumps(method),
+            name=name,
+            arguments=protocol.dumps((tuple(args), kwargs or {})),
+            per_rank=None if per_rank_args is None else tuple(protocol.dumps((tuple(a), kwargs or {})) for a in per_rank_args),
+            key=key,
+        )
+        policy = policy or self._config.rpc_policies.get(name, RpcPolicy.ONCE)
+        timeout_s = self._config.rpc_timeout_s if timeout is None else timeout
+        if non_block:
+            return self._rpc_threads.submit(self._call, entry, policy, timeout_s)
+        return self._call(entry, policy, timeout_s)
+
+    def _call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining = deadline - time.monotonic()
+            generation = self._lifecycle.await_serving(max(0.0, min(remaining, self._config.recovery_timeout_s)))
+            results, error = self._call_once(generation, entry, max(0.0, deadline - time.monotonic()))
+            if error is None:
+                with self._journal_lock:
+                    if not generation.condemned:
+                        if policy is RpcPolicy.JOURNAL:
+                            self._journal.record(entry)
+                        return results
+            elif not generation.condemned:
+                raise error
+            # The epoch is dying. If nothing of the call can be repeated, the caller must know that it was lost.
+            if policy is RpcPolicy.ONCE and error is None:
+                return results
+            if policy is RpcPolicy.ONCE:
+                raise RpcLost(entry.name, generation.epoch, self._lifecycle.last_incident(generation.epoch)) from error
+
+    def _call_once(
+        self, generation: Generation, entry: JournalEntry, timeout_s: float
+    ) -> tuple[list[Any], Exception | None]:
+        """One attempt. When it returns an error, the generation is either condemned or the error is the worker's own."""
+        group = generation.group
+        assert group is not None
+        generation.rpc = entry.name
+        try:
+            return group.results(entry.name, group.call(entry), timeout_s), None
+        except RpcTimeout as error:
+            return [], error
+        except RayError as error:
+            self._overseer.rpc_broken(generation, first_line(error))
+            return [], error
+        except Exception as error:  # noqa: BLE001 - the worker's own
+            self._overseer.rpc_raised(generation)
+            return [], error
+        finally:
+            generation.rpc = ""
+
+    # -- health -----------------------------------------------------------------------------------------------------
+
+    def check_health(self, timeout: float | None = None) -> None:
+        """Make a round trip to every worker through the supervisor, now.
+
+        Args:
+            timeout: seconds; None takes ``check_health_timeout_s``.
+
+        Raises:
+            ExecutorRecovering: a rebuild is going on; requests wait.
+            ExecutorUnhealthy: a worker is dead or silent, or the supervisor cannot be reached.
+            ExecutorFailed, ExecutorStopped: it is over.
+        """
+        timeout_s = self._config.check_health_timeout_s if timeout is None else timeout
+        self._lifecycle.raise_if_over()
+        generation = self._lifecycle.current
+        if generation is None or generation.condemned or not generation.served:
+            self._raise_recovering(generation)
+        assert generation is not None and self._supervision is not None
+        try:
+            result = self._supervision.examine(generation.epoch, timeout_s)
+        except SupervisorUnreachable as error:
+            raise ExecutorUnhealthy(f"{error}; it is being replaced") from error
+        for finding in result.findings:
+            self._overseer.on_finding(finding)
+        for rank, text in result.dead.items():
+            self._overseer.found_dead(generation, rank, text)
+        if generation.condemned:
+            self._raise_recovering(generation)
+        missing = [rank for rank in range(self._config.world_size) if rank not in result.progress]
+        if missing:
+            why = "; ".join(f"rank {r}: {result.silent.get(r, 'not watched yet')}" for r in missing)
+            raise ExecutorUnhealthy(f"no live answer from every worker within {timeout_s:g} s: {why}", ranks=tuple(missing))
+
+    def _raise_recovering(self, generation: Generation | None) -> None:
+        self._lifecycle.raise_if_over()
+        if generation is None or not generation.exits and not generation.evidence:
+            incident = self._lifecycle.incidents[-1] if self._lifecycle.incidents else None
+            why = incident.headline() if incident is not None else "not started yet"
+            ranks: tuple[int, ...] = ()
+        else:
+            incident = generation.incident
+            infos = generation.group.infos if generation.group is not None else []
+            cause = first_cause(
+                generation.exits, generation.evidence, workers=dict(enumerate(infos)), doing=generation.doing
+            )
+            why = cause.describe()
+            ranks = (cause.rank,) if cause.rank is not None else ()
+        phase = f", phase {self._lifecycle.phase}" if self._lifecycle.phase else ""
+        raise ExecutorRecovering(f"{why} (state {self._lifecycle.state.value}{phase})", ranks=ranks, incident=incident)
+
+    @property
+    def state(self) -> ExecutorState:
+        """The state now."""
+        return self._lifecycle.state
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch, counted from 1."""
+        return self._lifecycle.epoch
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """All incidents so far, oldest first."""
+        return tuple(self._lifecycle.incidents)
+
+    @property
+    def workers(self) -> tuple[protocol.WorkerInfo, ...]:
+        """The workers of the newest epoch in rank order; fewer while they come up."""
+        current = self._lifecycle.current
+        return tuple(current.group.infos) if current is not None and current.group is not None else ()
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that the engine should keep in flight: one for each stage."""
+        return self._config.pipeline_parallel_size
+
+    @property
+    def start_phases(self) -> dict[str, float]:
+        """Phases of the first start, in seconds."""
+        return dict(self._recovery.start_phases) if self._recovery is not None else {}
+
+    def add_listener(self, listener: Callable[[Event], None]) -> None:
+        """Have ``listener`` called with every change of state, incident and phase. It must be quick."""
+        self._lifecycle.add_listener(listener)
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once when the executor has failed for good; at once if it already has."""
+        self._failure_callbacks.append(callback)
+        if self.state is ExecutorState.FAILED:
+            callback()
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "failed":
+            for callback in self._failure_callbacks:
+                callback()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End everything that was started: workers, graph, bundles, supervisor, agents, embedded cluster.
+
+        May be called at any time, from any thread, more than once.
+        """
+        self._lifecycle.move(ExecutorState.STOPPED)
+        with self._shutdown_lock:
+            if self._at_exit is None:
+                return
+            self._at_exit()
+            self._at_exit = None
+            self._pending = _NOTHING
+            if ray.is_initialized():
+                self._take_down()
+                if self._connected_here:
+                    cluster.disconnect()
+            self._rpc_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _take_down(self) -> None:
+        recovery, supervision, current = self._recovery, self._supervision, self._lifecycle.current
+        if recovery is None or supervision is None:
+            return
+        healthy = current is not None and current.served and not current.condemned
+        if not healthy and current is not None and current.group is not None:
+            # Whoever is in the middle of building it waits for its workers: that ends with them.
+            supervision.fence([info.process for info in current.group.infos])
+        self._overseer.stop(self._config.teardown_timeout_s)
+        if current is not None and healthy:
+            supervision.retire(current.epoch)
+            if current.pipeline is not None:
+                current.pipeline.condemn(None)
+            if current.graph is not None:
+                current.graph.tear_down(self._config.teardown_timeout_s)
+            if current.group is not None:
+                current.group.shut_down(_FAREWELL_S)
+        if (last := self._lifecycle.current) is not None:
+            try:
+                recovery.bury(last, None)
+            except Exception as error:  # noqa: BLE001 - the rest must be taken down all the same
+                logger.error("shutdown: %s", error)
+        recovery.release()
+        supervision.stop()
+
+    def __enter__(self) -> ResilientExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class _EngineFuture(StepFuture):
+    """A step's future that notes when the engine learns of a loss from it."""
+
+    def __init__(self, told: Callable[[StepLost], None]) -> None:
+        super().__init__()
+        self._report: Callable[[StepLost], None] | None = told
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See :meth:`StepFuture.result`."""
+        try:
+            return super().result(timeout)
+        except StepLost as lost:
+            self._note(lost)
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See :meth:`StepFuture.exception`."""
+        error = super().exception(timeout)
+        if isinstance(error, StepLost):
+            self._note(error)
+        return error
+
+    def fail(self, error: Exception) -> None:
+        """End it without a step."""
+        self.set_exception(error)
+
+    def _note(self, lost: StepLost) -> None:
+        report, self._report = self._report, None
+        if report is not None:
+            report(lost)
+
+
+def _completed(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _with_current_placement_group(config: ExecutorConfig) -> ExecutorConfig:
+    """Use the placement group that this process itself runs in, if there is one and none was given."""
+    if config.placement_group is not None:
+        return config
+    current = ray.util.get_current_placement_group()
+    return config if current is None else dataclasses.replace(config, placement_group=current)
+
+
+def _shut_down_at_exit(executor: ResilientExecutor) -> Callable[[], None]:
+    """Shut down before Ray's own exit handler runs, without keeping the executor alive; returns how to undo it."""
+    reference = weakref.ref(executor)
+
+    def run() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.shutdown()
+
+    atexit.register(run)
+    return lambda: atexit.unregister(run)

@@ -1,0 +1,132 @@
+"""The compiled graph of one epoch: PP stages of TP ranks, from one request to the replies of the last stage.
+
+    request -> stage 0: rank 0 .. tp-1 -> stage 1: rank tp .. 2 tp-1 -> ... -> replies
+
+Rank i of a stage feeds rank i of the next. Every rank of the last stage is an output of the graph, so that an error of
+any rank reaches the driver, whichever rank's output is wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.dag import InputNode, MultiOutputNode
+
+from resilient_executor import ray_guard
+from resilient_executor.config import ExecutorConfig, Transport
+from resilient_executor.errors import ConfigError
+from resilient_executor.ranks import grid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ray.actor import ActorHandle
+    from ray.dag.compiled_dag_node import CompiledDAG
+    from ray.experimental.compiled_dag_ref import CompiledDAGRef
+
+logger = logging.getLogger(__name__)
+
+
+class StepGraph:
+    """Owns one compiled graph, from its compilation to its teardown."""
+
+    def __init__(self, workers: Sequence[ActorHandle], config: ExecutorConfig) -> None:
+        """Compile the graph over workers in rank order.
+
+        Raises:
+            ray.exceptions.RayError: a worker died meanwhile.
+        """
+        ray_guard.install()
+        self.timeout_s = config.step_timeout_s
+        transport = resolve_transport(config)
+        with InputNode() as request:
+            stages = grid(config.tensor_parallel_size, config.pipeline_parallel_size)
+            values: list[Any] = [request] * config.tensor_parallel_size
+            for stage in stages:
+                values = [workers[rank].run_step.bind(value) for rank, value in zip(stage, values, strict=True)]
+                if stage is not stages[-1] and transport is not Transport.SHM:
+                    values = [value.with_tensor_transport(transport=transport.value) for value in values]
+            output = MultiOutputNode(values)
+        self._dag: CompiledDAG = output.experimental_compile(
+            _submit_timeout=config.step_timeout_s,
+            _buffer_size_bytes=config.channel_buffer_bytes,
+            _max_inflight_executions=config.inflight_limit,
+            _overlap_gpu_communication=config.overlap_communication,
+        )
+        # Register now as a reader of every output. Ray does it at the first read or at close(); by then the writer may
+        # have died and taken the buffer with it, and the registration would abort this process (see ray_guard.py).
+        for channel in self._dag.dag_output_channels:
+            channel.ensure_registered_as_reader()
+
+    def submit(self, request: bytes) -> list[CompiledDAGRef]:
+        """Send one step request into the graph; the references are for :meth:`fetch`, in order of submission."""
+        return self._dag.execute(request)  # type: ignore[no-any-return]  # a list: the root is a MultiOutputNode
+
+    def fetch(self, references: list[CompiledDAGRef]) -> list[bytes]:
+        """Wait for the replies of the last stage, in TP order.
+
+        A timeout is final. A read that times out halfway has taken some channels' values and dropped them, and the
+        next one would pair the replies of different steps.
+
+        Raises:
+            ray.exceptions.RayTaskError: a rank raised; arrives without waiting for its peers.
+            ray.exceptions.RayError: a worker died, the graph was torn down, or ``step_timeout_s`` has passed.
+        """
+        # The first get reads all channels, the others take what it has read. All of them must be looked at: the error
+        # may be in any.
+        return [reference.get(timeout=self.timeout_s) for reference in references]
+
+    def tear_down(self, timeout_s: float) -> bool:
+        """Close the channels and end the workers' loops; whoever waits in :meth:`fetch` is released.
+
+        Ray's own teardown waits for the workers without a bound, so it runs in a thread that is left to itself when
+        the time is up. Kill the workers first, unless they are healthy: a worker stuck in a collective never comes
+        back.
+
+        Returns:
+            whether it finished within ``timeout_s``.
+        """
+        dag = self._dag
+        thread = threading.Thread(target=_tear_down, args=(dag,), name="resilient-executor-teardown", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            logger.warning("the teardown of a compiled graph did not end within %g s; it is left behind", timeout_s)
+        return not thread.is_alive()
+
+
+def _tear_down(dag: CompiledDAG) -> None:
+    try:
+        dag.teardown()
+    except Exception:  # noqa: BLE001 - the workers are dead or dying; nothing here can be repaired
+        logger.debug("teardown of a compiled graph", exc_info=True)
+
+
+def resolve_transport(config: ExecutorConfig) -> Transport:
+    """The transport that this group will use between its stages.
+
+    ``auto`` takes NCCL where the workers' device is a CUDA GPU that is really there (Ray's fake GPUs are not), and
+    shared memory elsewhere: other accelerators, CPU.
+
+    Raises:
+        ConfigError: NCCL was asked for where it cannot work.
+    """
+    if config.pipeline_parallel_size == 1:
+        return Transport.SHM
+    if config.transport is Transport.SHM:
+        return Transport.SHM
+    if config.transport is Transport.NCCL:
+        if config.device_key != "GPU":
+            raise ConfigError(f"transport 'nccl' needs device_key 'GPU', not {config.device_key!r}; use 'shm' or 'auto'")
+        return Transport.NCCL
+    return Transport.NCCL if config.device_key == "GPU" and cuda_present() else Transport.SHM
+
+
+def cuda_present() -> bool:
+    """Whether an alive node of the cluster shows an NVIDIA accelerator type, which fake GPUs do not have."""
+    return any(
+        name.startswith("accelerator_type:") for node in ray.nodes() if node["Alive"] for name in node["Resources"]
+    )

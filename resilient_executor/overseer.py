@@ -1,0 +1,264 @@
+"""Turns news into verdicts: which epoch is dying, and of what. One thread carries the verdicts out.
+
+News comes from four sides: the supervisor's findings, the graph's errors, the errors of calls, and workers' own
+exceptions. An exception of a worker is held against the supervisor's word before anybody believes it: a broken collective
+looks like an application error, and arrives before the news of the death that broke it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from resilient_executor.config import ExecutorConfig
+from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
+from resilient_executor.protocol import Progress
+from resilient_executor.recovery import Recovery
+from resilient_executor.supervisor.actor import Examination, Finding
+from resilient_executor.supervisor.client import Supervision, SupervisorUnreachable
+from resilient_executor.supervisor.incidents import CauseKind, Evidence, RankExit
+
+logger = logging.getLogger(__name__)
+
+#: How long an exception is held, at most, while every worker is asked whether it lives.
+HOLD_S: Final = 2.0
+#: Between two looks at whether a group has come back into step.
+_SETTLE_LOOK_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class _Rebuild:
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class _Settle:
+    """A worker raised; see whether its peers come out of what they were doing with it."""
+
+    generation: Generation
+    step_id: int
+    rank: int
+    followers: bool
+
+
+class Overseer:
+    """Condemns generations and has them replaced. Implements the pipelines' ``Judge``."""
+
+    def __init__(self, config: ExecutorConfig, lifecycle: Lifecycle) -> None:
+        self._config = config
+        self._lifecycle = lifecycle
+        self._recovery: Recovery | None = None
+        self._supervision: Supervision | None = None
+        self._lock = threading.RLock()
+        self._work: queue.SimpleQueue[_Rebuild | _Settle | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="resilient-executor-overseer", daemon=True)
+
+    def start(self, recovery: Recovery, supervision: Supervision) -> None:
+        """Start the first generation in this thread, then the overseer's own thread.
+
+        Raises:
+            StartupError: the first generation could not be started.
+        """
+        self._recovery, self._supervision = recovery, supervision
+        recovery.start(self, self._commit)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread; a rebuild in progress is given up. Returns whether it has ended in time."""
+        if self._recovery is not None:
+            self._recovery.stopping.set()
+        current = self._lifecycle.current
+        if current is not None and current.group is not None:
+            current.group.abandoned = "the executor is being shut down"
+        self._work.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -- verdicts ---------------------------------------------------------------------------------------------------
+
+    def _commit(self, generation: Generation) -> bool:
+        """Put a built generation into service, unless it has been condemned on the way."""
+        with self._lock:
+            if generation.condemned:
+                return False
+            generation.served = True
+            return self._lifecycle.move(ExecutorState.HEALTHY, serving=generation)
+
+    def condemn(self, generation: Generation, evidence: Evidence, own_exit: RankExit | None = None) -> None:
+        """End an epoch: from here on, nothing of it is believed. What else is known of its end is kept, too."""
+        with self._lock:
+            if evidence in generation.evidence:
+                return
+            generation.evidence.append(evidence)
+            if generation.incident is not None:
+                generation.incident.add(evidence)
+            if own_exit is not None and all(own_exit.status.pid != one.status.pid for one in generation.exits):
+                generation.exits.append(own_exit)
+            if generation.condemned:
+                return
+            generation.condemned = True
+            self._note_doing(generation)
+            if generation.group is not None:
+                generation.group.abandoned = f"the epoch was given up ({evidence.text})"
+            if generation.pipeline is not None:
+                generation.pipeline.condemn(None)
+            if generation.served and self._lifecycle.move(ExecutorState.RECOVERING):
+                self._work.put(_Rebuild(generation))
+
+    def _note_doing(self, generation: Generation) -> None:
+        step = generation.pipeline.oldest_step if generation.pipeline is not None else -1
+        activity = f"step {step}" if step >= 0 else generation.rpc or ("idle" if generation.served else self._lifecycle.phase)
+        for rank in range(self._config.world_size):
+            generation.doing.setdefault(rank, activity)
+
+    def on_finding(self, finding: Finding) -> None:
+        """News from the supervisor about one worker."""
+        generation = self._lifecycle.current
+        if generation is None or generation.epoch != finding.epoch:
+            return
+        if finding.doing is not None and finding.doing.rpc_in_hand:
+            generation.doing[finding.rank] = finding.doing.rpc_in_hand
+        own_exit = RankExit(finding.rank, finding.exit) if finding.exit is not None else None
+        evidence = Evidence(finding.at, "supervisor", finding.rank, finding.text, finding.kind)
+        self.condemn(generation, evidence, own_exit)
+        if finding.kind is CauseKind.FROZEN and generation.group is not None and self._supervision is not None:
+            # Whoever waits for it, a compilation for instance, must not wait until somebody fences it.
+            self._supervision.kill(generation.group.infos[finding.rank].process)
+
+    def found_dead(self, generation: Generation, rank: int, text: str) -> None:
+        """A round trip met a dead worker."""
+        self.condemn(generation, Evidence(time.time(), "health check", rank, text, CauseKind.PROCESS_EXIT))
+
+    # -- Judge ------------------------------------------------------------------------------------------------------
+
+    def graph_broken(self, epoch: int, text: str) -> None:
+        """The graph gave an error of its own."""
+        generation = self._lifecycle.current
+        if generation is not None and generation.epoch == epoch:
+            self.condemn(generation, Evidence(time.time(), "graph", None, text, CauseKind.GRAPH_ERROR))
+
+    def step_raised(self, epoch: int, step_id: int, rank: int, followers: bool) -> bool:
+        """A worker raised in a step. Returns whether the epoch is dying of something else."""
+        generation = self._lifecycle.current
+        if generation is None or generation.epoch != epoch:
+            return True
+        return self._hold(generation, _Settle(generation, step_id, rank, followers))
+
+    def rpc_raised(self, generation: Generation) -> bool:
+        """A worker raised in a collective RPC. Returns whether the epoch is dying of something else."""
+        return self._hold(generation, _Settle(generation, -1, -1, followers=False))
+
+    def rpc_broken(self, generation: Generation, text: str) -> None:
+        """A collective RPC failed otherwise than by a worker's own exception."""
+        self.condemn(generation, Evidence(time.time(), "rpc", None, text, CauseKind.RPC_ERROR))
+
+    def _hold(self, generation: Generation, settle: _Settle) -> bool:
+        """Ask every worker whether it lives. An answer is proof: a process whose sockets broke by dying cannot give it."""
+        self._examine(generation)
+        with self._lock:
+            if generation.condemned:
+                return True
+            if generation.served:
+                self._lifecycle.move(ExecutorState.SUSPECT)
+                self._work.put(settle)
+            else:  # its builder sees the exception itself
+                self._settled(generation)
+        return False
+
+    def _examine(self, generation: Generation, timeout_s: float = HOLD_S) -> Examination | None:
+        """One round trip to all workers; condemns the generation when one is dead. None when nobody could be asked."""
+        assert self._supervision is not None
+        try:
+            result = self._supervision.examine(generation.epoch, timeout_s)
+        except SupervisorUnreachable as error:
+            logger.warning("%s", error)
+            return None
+        for finding in result.findings:
+            self.on_finding(finding)
+        for rank, text in result.dead.items():
+            self.found_dead(generation, rank, text)
+        return result
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                if isinstance(work, _Rebuild):
+                    self._rebuild(work.generation)
+                else:
+                    self._settle(work)
+            except Exception:
+                logger.exception("the overseer failed at %s", type(work).__name__)
+
+    def _rebuild(self, dead: Generation) -> None:
+        assert self._recovery is not None
+        incident = self._lifecycle.open_incident(dead.epoch)
+        with self._lock:
+            incident.detected_at = dead.evidence[0].at if dead.evidence else incident.detected_at
+            for evidence in dead.evidence:
+                incident.add(evidence)
+            dead.incident = incident
+        if dead.pipeline is not None:
+            dead.pipeline.incident = incident
+        self._lifecycle.emit("incident", incident=incident)
+        if self._recovery.recover(dead, incident, self, self._commit):
+            incident.resolve("recovered", time.time())
+            logger.warning("%s", incident.headline())
+            self._lifecycle.emit("recovered", duration_s=incident.duration_s or 0.0, incident=incident)
+
+    def _settle(self, work: _Settle) -> None:
+        """See whether the peers of a rank that raised come back into step; if they do not, rebuild."""
+        generation = work.generation
+        deadline = time.monotonic() + self._config.settle_timeout_s
+        late: list[int] = []
+        while time.monotonic() < deadline and not generation.condemned:
+            result = self._examine(generation)
+            if generation.condemned:
+                return
+            if result is not None:
+                late = [r for r in range(self._config.world_size) if not _is_out(result.progress.get(r), work.step_id)]
+                if not late:
+                    self._judge_settled(work, result)
+                    return
+            time.sleep(_SETTLE_LOOK_S)
+        if not generation.condemned:
+            what = f"step {work.step_id}" if work.step_id >= 0 else "a collective RPC"
+            text = (
+                f"ranks {late} did not come out of {what} within {self._config.settle_timeout_s:g} s "
+                f"(settle_timeout_s) after rank {work.rank} raised in it"
+            )
+            self.condemn(generation, Evidence(time.time(), "settle", None, text, CauseKind.STALLED))
+
+    def _judge_settled(self, work: _Settle, result: Examination) -> None:
+        """All are out of the step. If later steps were in the graph, they may have met the wrong peers in it."""
+        if work.followers and self._config.tensor_parallel_size > 1:
+            stage = work.rank // self._config.tensor_parallel_size
+            peers = range(stage * self._config.tensor_parallel_size, (stage + 1) * self._config.tensor_parallel_size)
+            if odd := [r for r in peers if result.progress[r].failed_step < work.step_id]:
+                text = (
+                    f"rank {work.rank} raised in step {work.step_id}, and its peers {odd} did not; later steps were in "
+                    "the graph, so their collectives may have met the wrong step"
+                )
+                self.condemn(work.generation, Evidence(time.time(), "settle", work.rank, text, CauseKind.STALLED))
+                return
+        self._settled(work.generation)
+        self._commit(work.generation)
+
+    def _settled(self, generation: Generation) -> None:
+        if generation.pipeline is not None:
+            generation.pipeline.settled()
+
+
+def _is_out(progress: Progress | None, step_id: int) -> bool:
+    """Whether a rank has left the step (or, for -1, the call) that a peer raised in."""
+    if progress is None:
+        return False
+    if step_id < 0:
+        return not progress.rpc_in_hand
+    return progress.step_in_hand < 0 or progress.step_in_hand > step_id

@@ -1,0 +1,323 @@
+"""Steps in flight through one epoch's graph: the hot path of the executor.
+
+Steps enter and leave in order. A blocking step is read by the thread that submitted it, without a hop to another
+thread; a future is read by the thread that asks for its result. A reader thread exists only where somebody asks without
+waiting (``done``, a callback, a timeout). Two locks, one for either end of the graph, are all that a step takes.
+
+A step ends in one of three ways: its output; the worker's own exception; :class:`StepLost`, when the epoch is condemned.
+After it is condemned nothing that comes out of the graph is believed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ray.exceptions import RayTaskError
+
+from resilient_executor import protocol
+from resilient_executor.config import ExecutorConfig
+from resilient_executor.errors import StepLost
+from resilient_executor.protocol import StepKind, WorkerException
+
+if TYPE_CHECKING:
+    from resilient_executor.graph import StepGraph
+    from resilient_executor.supervisor.incidents import Incident
+
+#: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given.
+_VERDICT_GRACE_S: Final = 30.0
+
+
+class Judge(Protocol):
+    """What the pipeline asks of the executor when something other than an output comes out of the graph."""
+
+    def graph_broken(self, epoch: int, text: str) -> None:
+        """The graph gave an error of its own. Condemns the epoch before it returns."""
+
+    def step_raised(self, epoch: int, step_id: int, rank: int, followers: bool) -> bool:
+        """A worker raised. Returns whether that worker's epoch is dying, so that the exception is only a symptom.
+
+        Args:
+            followers: whether later steps were in the graph already; a rank that lost step with its peers may have
+                spoilt them.
+        """
+
+
+class InflightStep:
+    """One step between submission and end."""
+
+    __slots__ = ("done", "error", "future", "output", "references", "step_id")
+
+    def __init__(self, step_id: int, future: StepFuture | None) -> None:
+        self.step_id = step_id
+        self.future = future
+        self.references: Any = None
+        self.output: Any = None
+        self.error: Exception | None = None
+        self.done = False
+
+
+class StepFuture(Future[Any]):
+    """The future of one step. It can be waited for, polled and given callbacks like any other, but not cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._pipeline: StepPipeline | None = None
+        self._step: InflightStep | None = None
+
+    def attach(self, pipeline: StepPipeline, step: InflightStep) -> None:
+        """Connect it with the step that will resolve it."""
+        self._pipeline, self._step = pipeline, step
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The step's output.
+
+        Raises:
+            TimeoutError: not within ``timeout`` seconds; the step goes on.
+            StepLost: its epoch died.
+            Exception: what the worker raised.
+        """
+        self._drive(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The step's error, or None; waits like :meth:`result`."""
+        self._drive(timeout)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        """Whether the step has ended. Does not wait."""
+        if not super().done():
+            self._drive(0.0)
+        return super().done()
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Call ``fn`` with this future when the step has ended."""
+        super().add_done_callback(fn)
+        if not super().done():
+            self._drive(0.0)
+
+    def _drive(self, timeout: float | None) -> None:
+        """See to it that somebody reads: this thread if it may wait without a limit, else the reader thread."""
+        if self._pipeline is None or self._step is None or self._step.done:
+            return
+        if timeout is None:
+            self._pipeline.read_until(self._step)
+        else:
+            self._pipeline.read_in_background()
+
+
+class StepPipeline:
+    """One epoch's graph with the steps in it."""
+
+    def __init__(self, graph: StepGraph, epoch: int, config: ExecutorConfig, judge: Judge) -> None:
+        self.epoch = epoch
+        self.incident: Incident | None = None
+        self._graph = graph
+        self._judge = judge
+        self._limit = config.inflight_limit
+        self._aggregate = config.output_aggregator
+        self._output_rank = config.output_rank
+        self._verdict_timeout_s = config.settle_timeout_s + config.check_health_timeout_s + _VERDICT_GRACE_S
+        self._inflight: deque[InflightStep] = deque()
+        # Reentrant: a future's callback runs in the thread that reads, and may submit or read in its turn.
+        self._submit_lock = threading.RLock()
+        self._read_lock = threading.RLock()
+        self._reader_lock = threading.Lock()
+        self._condemned = False
+        self._settled = threading.Event()
+        self._settled.set()
+        self._wanted = threading.Semaphore(0)
+        self._reader: threading.Thread | None = None
+
+    @property
+    def condemned(self) -> bool:
+        """Whether the epoch is over."""
+        return self._condemned
+
+    @property
+    def oldest_step(self) -> int:
+        """The step at the head of the pipeline, or -1 when none is in flight."""
+        try:
+            return self._inflight[0].step_id
+        except IndexError:
+            return -1
+
+    # -- one end ----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, step_id: int, value: Any, future: StepFuture | None = None, kind: StepKind = StepKind.STEP
+    ) -> InflightStep:
+        """Send a step into the graph. When it is full, the oldest step is read out first, into its future.
+
+        Raises:
+            StepLost: the epoch is condemned, or this is how it is found out.
+        """
+        request = protocol.encode_request(self.epoch, step_id, kind, value)
+        step = InflightStep(step_id, future)
+        with self._submit_lock:
+            while len(self._inflight) >= self._limit and not self._condemned:
+                with self._read_lock:
+                    if len(self._inflight) >= self._limit:
+                        self._read_next()
+            if self._condemned:
+                raise StepLost(self.epoch, step_id, self.incident)
+            if future is not None:
+                future.attach(self, step)
+            try:
+                step.references = self._graph.submit(request)
+            except Exception as error:  # noqa: BLE001 - Ray has no common class for what a broken graph raises
+                self._judge.graph_broken(self.epoch, _describe(error))
+                raise StepLost(self.epoch, step_id, self.incident) from error
+            self._inflight.append(step)
+        return step
+
+    # -- the other end ----------------------------------------------------------------------------------------------
+
+    def run(self, step_id: int, value: Any, kind: StepKind = StepKind.STEP) -> Any:
+        """Submit a step and wait for its output.
+
+        Raises:
+            StepLost: the epoch died.
+            Exception: what the worker raised.
+        """
+        step = self.submit(step_id, value, kind=kind)
+        self.read_until(step)
+        if step.error is not None:
+            raise step.error
+        return step.output
+
+    def read_until(self, step: InflightStep) -> None:
+        """Read steps out of the graph, oldest first, until ``step`` has ended."""
+        while not step.done:
+            with self._read_lock:
+                if not step.done:
+                    self._read_next()
+
+    def _read_next(self) -> None:
+        """Read the oldest step; the read lock is held. Ends one step, or all of them when the epoch is condemned."""
+        if not self._settled.is_set():
+            # A worker raised in an earlier step, and nobody knows yet whether its peers kept step.
+            self._settled.wait(self._verdict_timeout_s)
+        if self._condemned or not self._inflight:
+            self._lose_all()
+            return
+        step = self._inflight[0]
+        error: Exception | None = None
+        replies: list[bytes] = []
+        try:
+            replies = self._graph.fetch(step.references)
+            self._check(step, replies)
+        except Exception as raised:  # noqa: BLE001 - everything that is not the worker's own is the graph's
+            error = self._worker_error(raised, step)
+            if error is None:
+                self._judge.graph_broken(self.epoch, _describe(raised))
+        if self._condemned:
+            self._lose_all()
+            return
+        self._inflight.popleft()
+        step.references = None
+        if error is None:
+            try:
+                step.output = self._output_of(replies)
+            except Exception as raised:  # noqa: BLE001 - the engine's own: its classes, its aggregator
+                error = raised
+        step.error = error
+        _finish(step)
+
+    def _check(self, step: InflightStep, replies: list[bytes]) -> None:
+        """Check whom the replies are from and which step they answer."""
+        for tp_rank, reply in enumerate(replies):
+            got = protocol.reply_header(reply)
+            if got != (self.epoch, step.step_id, self._output_rank + tp_rank):
+                raise RuntimeError(
+                    f"expected a reply to step {step.step_id} of epoch {self.epoch} from rank "
+                    f"{self._output_rank + tp_rank}, and got (epoch, step, rank) = {got}"
+                )
+
+    def _output_of(self, replies: list[bytes]) -> Any:
+        if self._aggregate is None:
+            return protocol.reply_output(replies[0])
+        return self._aggregate([protocol.reply_output(reply) for reply in replies])
+
+    def _worker_error(self, raised: Exception, step: InflightStep) -> Exception | None:
+        """The worker's own exception, if that is what was raised and the epoch is not dying of something else."""
+        cause = getattr(raised, "cause", None) if isinstance(raised, RayTaskError) else None
+        if not isinstance(cause, WorkerException) or cause.epoch != self.epoch or cause.call_id != step.step_id:
+            return None
+        self._settled.clear()
+        if self._judge.step_raised(self.epoch, step.step_id, cause.rank, followers=len(self._inflight) > 1):
+            return None
+        return cause.original()
+
+    def _lose_all(self) -> None:
+        while self._inflight:
+            step = self._inflight.popleft()
+            step.references = None
+            step.error = StepLost(self.epoch, step.step_id, self.incident)
+            _finish(step)
+
+    def read_in_background(self) -> None:
+        """Have the reader thread read the next step."""
+        with self._reader_lock:
+            if self._reader is None:
+                self._reader = threading.Thread(target=self._read_loop, name="resilient-executor-read", daemon=True)
+                self._reader.start()
+        self._wanted.release()
+
+    def _read_loop(self) -> None:
+        while not self._condemned:
+            self._wanted.acquire(timeout=1.0)
+            while self._inflight:
+                with self._read_lock:
+                    if self._inflight:
+                        self._read_next()
+
+    # -- the end of the epoch ---------------------------------------------------------------------------------------
+
+    def settled(self) -> None:
+        """The judge has found the group in step again."""
+        self._settled.set()
+
+    def condemn(self, incident: Incident | None) -> None:
+        """Believe nothing of this epoch any more. Does not wait; see :meth:`lose_inflight`."""
+        if incident is not None:
+            self.incident = incident
+        self._condemned = True
+        self._settled.set()
+
+    def lose_inflight(self, timeout_s: float) -> bool:
+        """End every step in flight as lost, once whoever reads has been released by the graph's teardown.
+
+        Returns:
+            whether that could be done within ``timeout_s``; otherwise the reader does it when it comes out.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._read_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        try:
+            self._lose_all()
+        finally:
+            self._read_lock.release()
+        return True
+
+
+def _finish(step: InflightStep) -> None:
+    step.done = True
+    future = step.future
+    if future is None:
+        return
+    if step.error is not None:
+        future.set_exception(step.error)
+    else:
+        future.set_result(step.output)
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,102 @@
+"""Processes as the kernel knows them: identity, death and exit status, without the gap between check and kill.
+
+Ray's word that an actor is dead is not proof: after ``ray.kill`` of a stopped process the process is still there, with
+all its device memory. A pidfd is proof: it names one process and no later one with the same pid, becomes readable when
+that process has ended, and (Linux 6.15 and newer) tells how it ended, although another process is its parent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from typing import Final
+
+from resilient_executor.protocol import ExitStatus, ProcessIdentity
+
+# include/uapi/linux/pidfd.h: struct pidfd_info, PIDFD_GET_INFO, PIDFD_INFO_EXIT
+_PIDFD_INFO: Final = struct.Struct("=QQ11Ii")
+_PIDFD_GET_INFO: Final = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT: Final = 1 << 3
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot, or None when there is no such process (or only its zombie)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def identify(pid: int, node_id: str) -> ProcessIdentity:
+    """The identity of a running process.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    ticks = start_ticks(pid)
+    if ticks is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return ProcessIdentity(pid, ticks, node_id)
+
+
+class ProcessHandle:
+    """A pidfd on one process of this machine. Close it, or use it as a context manager."""
+
+    def __init__(self, identity: ProcessIdentity) -> None:
+        """Open the process.
+
+        Raises:
+            ProcessLookupError: it has ended, or its pid belongs to another process now.
+        """
+        self.identity = identity
+        self.fd = os.pidfd_open(identity.pid)
+        if start_ticks(identity.pid) != identity.start_ticks:
+            os.close(self.fd)
+            raise ProcessLookupError(f"process {identity.pid} has ended")
+
+    def __enter__(self) -> ProcessHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the descriptor back; twice is fine."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def kill(self) -> None:
+        """Send SIGKILL; nothing happens when it has ended already."""
+        try:
+            signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process has ended, after waiting for that at most ``timeout_s``."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def exit_status(self) -> ExitStatus:
+        """How it ended; without code and signal where the kernel cannot tell. Call it after the end only."""
+        pid = self.identity.pid
+        buffer = bytearray(_PIDFD_INFO.size)
+        struct.pack_into("=Q", buffer, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(self.fd, _PIDFD_GET_INFO, buffer)
+        except OSError:
+            return ExitStatus(pid, None, None, time.time(), "this kernel does not tell how it ended")
+        mask, *_, status = _PIDFD_INFO.unpack(buffer)
+        if not mask & _PIDFD_INFO_EXIT:
+            return ExitStatus(pid, None, None, time.time(), "the kernel has not recorded its end yet")
+        if os.WIFSIGNALED(status):
+            return ExitStatus(pid, None, os.WTERMSIG(status), time.time())
+        return ExitStatus(pid, os.WEXITSTATUS(status), None, time.time())

@@ -1,0 +1,290 @@
+"""The rebuild, as one sequence of phases:
+
+    fence -> tear down -> place -> spawn -> rank -> initialise -> load -> replay -> compile -> warm up -> serve
+
+A start is the same sequence without the first two. A death in any phase makes that attempt fail; the next attempt, with
+the next epoch, begins by burying what the failed one has left. Whoever calls :meth:`Recovery.recover` decides nothing:
+the restart budget does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import tenacity
+
+from resilient_executor.config import ExecutorConfig
+from resilient_executor.errors import (
+    ConfigError,
+    DependencyError,
+    ExecutorFailed,
+    ExecutorStopped,
+    ResilientExecutorError,
+    StartupError,
+    WorkerStartError,
+)
+from resilient_executor.graph import StepGraph
+from resilient_executor.journal import Journal
+from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
+from resilient_executor.pipeline import Judge, StepPipeline
+from resilient_executor.placement import Reservation, reserve, wait_ready
+from resilient_executor.protocol import Phase, StepKind
+from resilient_executor.supervisor.actor import Member
+from resilient_executor.supervisor.client import Supervision
+from resilient_executor.supervisor.incidents import Cause, CauseKind, Evidence, Incident, RankExit, first_cause
+from resilient_executor.supervisor.policy import RestartBudget
+from resilient_executor.worker_group import WorkerGroup, first_line
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+logger = logging.getLogger(__name__)
+
+
+class FenceError(ResilientExecutorError):
+    """A process of an old epoch could not be proven gone; its device must not be used again."""
+
+
+class Recovery:
+    """Builds and buries generations. One thread at a time: the one that starts the executor, then the overseer's."""
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        lifecycle: Lifecycle,
+        supervision: Supervision,
+        journal: Journal,
+        *,
+        variables: Mapping[str, str],
+        driver_node_id: str,
+        step_ids: itertools.count[int],
+    ) -> None:
+        self._config = config
+        self._lifecycle = lifecycle
+        self._supervision = supervision
+        self._journal = journal
+        self._variables = variables
+        self._driver_node_id = driver_node_id
+        self._step_ids = step_ids
+        self._budget = RestartBudget(
+            max_restarts=config.max_restarts,
+            window_s=config.restart_window_s,
+            backoff_initial_s=config.backoff_initial_s,
+            backoff_max_s=config.backoff_max_s,
+        )
+        self.stopping = threading.Event()
+        self._reservations: list[Reservation] = []
+        #: Phases of the first start -> seconds.
+        self.start_phases: dict[str, float] = {}
+
+    # -- the two ways to a serving generation -----------------------------------------------------------------------
+
+    def start(self, judge: Judge, commit: Callable[[Generation], bool]) -> None:
+        """Build the first generation; a failed attempt is repeated ``start_attempts`` times in all.
+
+        Args:
+            judge: for the generation's pipeline.
+            commit: puts a built generation into service; returns False if it has been condemned meanwhile.
+
+        Raises:
+            StartupError: every attempt failed; ``__cause__`` is the last failure.
+            ConfigError, DependencyError: no attempt can succeed.
+        """
+
+        def attempt() -> None:
+            old = self._lifecycle.current
+            generation = self._build(old, judge, None)
+            if not commit(generation):
+                raise WorkerStartError("a worker died right after the start", phase="serve")
+
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self._config.start_attempts),
+            wait=tenacity.wait_random_exponential(self._config.backoff_initial_s, self._config.backoff_max_s),
+            retry=tenacity.retry_if_not_exception_type((ConfigError, DependencyError, ExecutorStopped)),
+            sleep=self._pause,
+            before_sleep=_log_attempt,
+            reraise=True,
+        )
+        try:
+            retrying(attempt)
+        except (ConfigError, DependencyError, ExecutorStopped):
+            raise
+        except Exception as error:
+            attempts = self._config.start_attempts
+            raise StartupError(f"the executor could not be started in {attempts} attempts: {error}") from error
+        self._budget.note_success(time.monotonic())
+
+    def recover(
+        self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]
+    ) -> bool:
+        """Replace a dead generation, however many attempts the budget allows.
+
+        Returns:
+            whether there is a new one in service; otherwise the executor has failed, or is being stopped.
+        """
+        old = dead
+        while not self.stopping.is_set():
+            decision = self._budget.decide(time.monotonic())
+            try:
+                self.bury(old, incident)
+                logger.warning("%s; epoch %d, %s", incident.headline(), old.epoch, decision.reason)
+                if decision.action == "give_up":
+                    return self._give_up(incident, decision.reason)
+                self._pause(decision.pause_s)
+                generation = self._build(old, judge, incident)
+                if commit(generation):
+                    self._budget.note_success(time.monotonic())
+                    return True
+                old = generation
+            except ExecutorStopped:
+                return False
+            except Exception as error:
+                if not isinstance(error, ResilientExecutorError):
+                    logger.exception("epoch %d: the rebuild failed", self._lifecycle.epoch)
+                old = self._lifecycle.current or old
+                incident.add(Evidence(time.time(), "rebuild", None, first_line(error), CauseKind.WORKER_START))
+                if decision.action == "give_up":
+                    return self._give_up(incident, f"{decision.reason}; {error}")
+        return False
+
+    def _give_up(self, incident: Incident, reason: str) -> bool:
+        incident.resolve("failed", time.time())
+        self.release()
+        failure = ExecutorFailed(f"{incident.headline()}; {reason}", incident)
+        logger.error("the executor has failed: %s", failure)
+        self._lifecycle.move(ExecutorState.FAILED, failure=failure)
+        self._lifecycle.emit("failed", incident=incident)
+        return False
+
+    def _pause(self, seconds: float) -> None:
+        if self.stopping.wait(seconds):
+            raise ExecutorStopped("the executor is being shut down")
+
+    def release(self) -> None:
+        """Give back every bundle that is still held. Twice is fine."""
+        while self._reservations:
+            self._reservations.pop().release()
+
+    # -- burying ----------------------------------------------------------------------------------------------------
+
+    def bury(self, old: Generation, incident: Incident | None) -> None:
+        """Prove every process of a generation gone, and release whoever waits in its graph. Twice is fine.
+
+        The workers go first: the graph's teardown waits for their loops, and one that is stuck in a collective with a
+        dead peer never comes back.
+
+        Raises:
+            FenceError: a process could not be proven gone within ``fence_timeout_s``.
+        """
+        group = old.group
+        with self._phase("fence", incident):
+            self._supervision.retire(old.epoch)
+            if group is not None:
+                self._fence(old, group)
+        if incident is not None and old.epoch == incident.epoch:
+            incident.cause = self._first_cause(old, incident)
+        with self._phase("tear_down", incident):
+            if old.graph is not None:
+                old.graph.tear_down(self._config.teardown_timeout_s)
+                old.graph = None
+            if old.pipeline is not None:
+                old.pipeline.condemn(incident)
+                old.pipeline.lose_inflight(self._config.teardown_timeout_s)
+
+    def _fence(self, old: Generation, group: WorkerGroup) -> None:
+        ranks = {info.process: rank for rank, info in enumerate(group.infos)}
+        results = self._supervision.fence(list(ranks))
+        known = {one.status.pid for one in old.exits}
+        old.exits += [
+            RankExit(ranks[f.process], f.exit) for f in results if f.exit is not None and f.process.pid not in known
+        ]
+        group.kill()
+        if alive := [ranks[f.process] for f in results if not f.gone]:
+            raise FenceError(
+                f"ranks {alive} of epoch {old.epoch} could not be proven gone within "
+                f"{self._config.fence_timeout_s:g} s (fence_timeout_s)"
+            )
+        self._supervision.forget(list(ranks))
+
+    def _first_cause(self, old: Generation, incident: Incident) -> Cause:
+        infos = old.group.infos if old.group is not None else []
+        return first_cause(old.exits, incident.evidence, workers=dict(enumerate(infos)), doing=old.doing)
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _phase(self, name: str, incident: Incident | None) -> AbstractContextManager[None]:
+        durations = self.start_phases if incident is None else {}
+        return self._lifecycle.in_phase(name, incident, durations)
+
+    def _build(self, old: Generation | None, judge: Judge, incident: Incident | None) -> Generation:
+        """Build one generation on fresh bundles.
+
+        Raises:
+            WorkerStartError, PlacementError, TopologyError, ray.exceptions.RayError, StepLost: the attempt failed; what
+                it has made is in ``lifecycle.current``, for the next attempt to bury.
+            ExecutorStopped: the executor is being shut down.
+        """
+        if self.stopping.is_set():
+            raise ExecutorStopped("the executor is being shut down")
+        if old is not None and incident is None:
+            self.bury(old, incident)
+        config = self._config
+        deadline = time.monotonic() + config.start_timeout_s
+        # The epoch moves first, so that nothing of the old world counts any more.
+        new = Generation(epoch=(old.epoch if old is not None else 0) + 1)
+        self._lifecycle.current = new
+        if incident is not None:
+            incident.epochs_tried.append(new.epoch)
+
+        with self._phase("place", incident):
+            # Asked for before the old ones are given back: where there is room for both, nobody waits; where there is
+            # not, the new ones are first in the queue.
+            reservation = reserve(config, label=f"{config.name}-epoch-{new.epoch}")
+            self.release()
+            self._reservations.append(reservation)
+            wait_ready(reservation, config)
+        group = new.group = WorkerGroup(new.epoch, config)
+        with self._phase("spawn", incident):
+            group.spawn(reservation)
+            group.describe(deadline)
+        with self._phase("rank", incident):
+            group.rank(self._driver_node_id, deadline)
+            members = [
+                Member(rank, handle, info.process, info.node_ip)
+                for rank, (handle, info) in enumerate(zip(group.handles, group.infos, strict=True))
+            ]
+            self._supervision.adopt(new.epoch, members)
+        with self._phase("initialise", incident):
+            group.initialise(self._variables, deadline)
+        with self._phase("load", incident):
+            group.load(deadline)
+        with self._phase("replay", incident):
+            for entry in self._journal:
+                group.results(entry.name, group.call(entry), max(0.0, deadline - time.monotonic()))
+        if config.eager_graph or old is not None:
+            self.compile(new, judge, incident, deadline)
+        return new
+
+    def compile(self, new: Generation, judge: Judge, incident: Incident | None, deadline: float) -> None:
+        """Build the generation's graph and send a step through it that does no work but pays for all first uses."""
+        group = new.group
+        assert group is not None
+        with self._phase("compile", incident):
+            group.set_phase(Phase.COMPILING, deadline)
+            new.graph = StepGraph(group.handles, self._config)
+            new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge)
+        with self._phase("warm_up", incident):
+            new.pipeline.run(next(self._step_ids), None, kind=StepKind.WARM_UP)
+            group.set_phase(Phase.SERVING, deadline)
+
+
+def _log_attempt(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome is not None else None
+    pause = state.next_action.sleep if state.next_action is not None else 0.0
+    logger.warning("start attempt %d failed, next one in %.1f s: %s", state.attempt_number, pause, error)

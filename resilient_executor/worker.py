@@ -1,0 +1,259 @@
+"""The Ray actor around one engine worker.
+
+Threads: collective RPCs run in the actor's default thread, one at a time; the compiled graph has a thread of its own;
+heartbeats and the sentinel have theirs, so that neither a long step nor a long call is taken for death. The module
+imports neither torch nor an engine: a worker can say who it is before the heavy imports begin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from resilient_executor import environment, processes, protocol, ray_guard
+from resilient_executor.errors import StateError
+from resilient_executor.protocol import (
+    Phase,
+    Progress,
+    RankAssignment,
+    RpcEnvelope,
+    StaleEpoch,
+    StepKind,
+    Worker,
+    WorkerException,
+    WorkerInfo,
+    WorkerSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Threads of the actor beside the default one. Two for supervision: a heartbeat and a health check may overlap.
+CONCURRENCY_GROUPS = {"supervision": 2, "sentinel": 1}
+
+
+class WorkerActor:
+    """Holds one engine worker, its rank and its epoch; believes no message of another epoch."""
+
+    def __init__(self, created_rank: int) -> None:
+        ray_guard.install()
+        self._created_rank = created_rank
+        self._rank = created_rank
+        self._epoch = 0
+        self._phase = Phase.STARTING
+        self._worker: Any = None
+        self._assignment: RankAssignment | None = None
+        # Written by the graph's thread, read by the heartbeat's: single assignments, so no lock on the step's path.
+        self._step_in_hand = -1
+        self._step_began = 0.0
+        self._last_step = -1
+        self._failed_step = -1
+        self._rpc_in_hand = ""
+        self._graph_thread = 0
+
+    # -- coming up --------------------------------------------------------------------------------------------------
+
+    def describe(self) -> WorkerInfo:
+        """Who and where this worker is."""
+        context = ray.get_runtime_context()
+        devices = [str(i) for ids in context.get_accelerator_ids().values() for i in ids]
+        return WorkerInfo(
+            created_rank=self._created_rank,
+            process=processes.identify(os.getpid(), context.get_node_id()),
+            node_ip=ray.util.get_node_ip_address(),
+            device_ids=tuple(devices),
+            actor_id=context.get_actor_id(),
+        )
+
+    def adjust_rank(self, mapping: Mapping[int, int]) -> int:
+        """Take the rank that the mapping (created rank -> rank) gives this worker."""
+        self._rank = mapping[self._created_rank]
+        return self._rank
+
+    def free_port(self) -> int:
+        """A TCP port that is free on this node now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def init_worker(self, assignment: RankAssignment, variables: Mapping[str, str], spec: bytes) -> None:
+        """Set the environment, then import and build the engine's worker.
+
+        Args:
+            assignment: who this worker is in its epoch.
+            variables: environment variables to set, before the engine is imported.
+            spec: a pickled :class:`WorkerSpec`; pickled so that the imports wait for the environment.
+        """
+        environment.apply(variables)
+        self._assignment = assignment
+        self._rank = assignment.rank
+        self._epoch = assignment.epoch
+        self._phase = Phase.LOADING
+        loaded: WorkerSpec = pickle.loads(spec)
+        with _logged(self, "init_worker", -1):
+            self._worker = _resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
+
+    def init_device(self) -> None:
+        """Let the engine's worker select its device and join its process group."""
+        with _logged(self, "init_device", -1):
+            self._engine_worker().init_device()
+
+    def load_model(self) -> None:
+        """Let the engine's worker load its weights."""
+        with _logged(self, "load_model", -1):
+            self._engine_worker().load_model()
+
+    def set_phase(self, phase: Phase) -> None:
+        """Tell the supervisor, with the next heartbeat, what this worker is busy with."""
+        self._phase = phase
+
+    def shut_down(self) -> None:
+        """Let the engine's worker put its things in order; its errors are logged, since its process ends anyway."""
+        self._phase = Phase.STOPPING
+        close = getattr(self._worker, "shutdown", None)
+        if close is not None:
+            try:
+                close()
+            except Exception:
+                logger.exception("rank %d: shutdown failed", self._rank)
+
+    def _engine_worker(self) -> Worker:
+        if self._worker is None:
+            raise StateError("init_worker must be called first")
+        return self._worker  # type: ignore[no-any-return]  # any class that fits the protocol
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def run_rpc(self, envelope: RpcEnvelope) -> bytes:
+        """Run one collective RPC: a method of the engine's worker by name, or a callable that gets the worker.
+
+        Returns:
+            the pickled result.
+
+        Raises:
+            StaleEpoch: the call is meant for another generation.
+            WorkerException: carries whatever the method raised.
+        """
+        if envelope.epoch != self._epoch:
+            raise StaleEpoch(f"call {envelope.call_id} is of epoch {envelope.epoch}; rank {self._rank} is of {self._epoch}")
+        name = envelope.method if isinstance(envelope.method, str) else "a callable"
+        with _logged(self, name, envelope.call_id):
+            self._rpc_in_hand = name
+            try:
+                args, kwargs = pickle.loads(envelope.arguments)
+                if isinstance(envelope.method, str):
+                    method: Callable[..., Any] = getattr(self._engine_worker(), envelope.method)
+                    result = method(*args, **kwargs)
+                else:
+                    result = pickle.loads(envelope.method)(self._engine_worker(), *args, **kwargs)
+                return protocol.dumps(result)
+            finally:
+                self._rpc_in_hand = ""
+
+    def run_step(self, message: bytes | tuple[bytes, Any]) -> bytes | tuple[bytes, Any]:
+        """Run this rank's part of one step; bound into the compiled graph.
+
+        Args:
+            message: the step request; from the second stage on, a pair of it and the previous stage's result.
+
+        Returns:
+            On the last stage a step reply, before it the request and what the next stage needs.
+
+        Raises:
+            StaleEpoch: the request is meant for another generation.
+            WorkerException: carries whatever the engine's worker raised.
+        """
+        request, intermediate = (message, None) if isinstance(message, bytes) else message
+        epoch, step_id, kind, _, payload = protocol.decode_request(request)
+        if epoch != self._epoch:
+            raise StaleEpoch(f"step {step_id} is of epoch {epoch}; rank {self._rank} is of {self._epoch}")
+        self._step_began = time.monotonic()
+        self._step_in_hand = step_id
+        try:
+            if self._graph_thread != threading.get_ident():
+                self._bind_thread()
+            result = None
+            if kind == StepKind.STEP:
+                scheduler_output, grammar_output = pickle.loads(payload)
+                result = self._worker.execute_stage(scheduler_output, grammar_output, intermediate)
+            assignment = self._assignment
+            assert assignment is not None  # the epoch matched, so init_worker has run
+            if assignment.pp_rank < assignment.pp_size - 1:
+                return request, result
+            return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None)
+        except Exception as error:
+            self._failed_step = step_id
+            raise _capture(self, error, "execute_stage", step_id) from None
+        finally:
+            self._last_step = step_id
+            self._step_in_hand = -1
+
+    def _bind_thread(self) -> None:
+        """Once, in the graph's own thread: a device selected in another thread is not selected here."""
+        self._graph_thread = threading.get_ident()
+        bind = getattr(self._worker, "bind_thread", None)
+        if bind is not None:
+            bind()
+
+    # -- supervision ------------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="supervision")
+    def heartbeat(self, epoch: int) -> Progress:
+        """Answer a heartbeat.
+
+        Raises:
+            StaleEpoch: the caller takes this worker for one of another generation.
+        """
+        if self._epoch not in (0, epoch):
+            raise StaleEpoch(f"rank {self._rank} is of epoch {self._epoch}, not {epoch}")
+        step, began = self._step_in_hand, self._step_began
+        age = time.monotonic() - began if step >= 0 else 0.0
+        return Progress(
+            self._rank, epoch, self._phase, step, age, self._last_step, self._failed_step, self._rpc_in_hand
+        )
+
+    @ray.method(concurrency_group="sentinel")
+    def sentinel(self) -> None:
+        """Never returns: the call fails the moment Ray learns that this process is gone."""
+        threading.Event().wait()
+
+
+class _logged:
+    """Turns an exception of the engine's worker into one log line here and a WorkerException for the caller."""
+
+    def __init__(self, actor: WorkerActor, operation: str, call_id: int) -> None:
+        self._actor, self._operation, self._call_id = actor, operation, call_id
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            raise _capture(self._actor, error, self._operation, self._call_id) from None
+
+
+def _capture(actor: WorkerActor, error: Exception, operation: str, call_id: int) -> WorkerException:
+    """Log the error where its traceback is, with rank, epoch and step or call, and wrap it for the caller."""
+    logger.error(
+        "rank %d, epoch %d: %s (id %d) raised %s; peers that wait for this rank in a collective may wait for ever",
+        actor._rank, actor._epoch, operation, call_id, type(error).__name__, exc_info=error,
+    )  # fmt: skip
+    return WorkerException.capture(
+        error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation
+    )
+
+
+def _resolve(cls: str | type) -> type:
+    """Import ``"package.module:ClassName"``."""
+    if not isinstance(cls, str):
+        return cls
+    module, _, name = cls.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # a class, by contract

@@ -1,0 +1,202 @@
+"""The workers of one epoch: created, ranked, initialised, called, and in the end gone.
+
+A group is used by the thread that builds it until it serves; after that, collective RPCs may come from any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import cloudpickle
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from resilient_executor import ranks
+from resilient_executor.config import ExecutorConfig
+from resilient_executor.errors import RpcTimeout, WorkerStartError
+from resilient_executor.journal import JournalEntry
+from resilient_executor.placement import Reservation, worker_options
+from resilient_executor.protocol import Phase, RankAssignment, RpcEnvelope, WorkerException, WorkerInfo
+from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
+
+logger = logging.getLogger(__name__)
+
+_call_ids = itertools.count()
+#: A wait looks this often, in seconds, whether its group has been given up meanwhile.
+_SLICE_S: Final = 0.25
+
+
+@dataclass
+class WorkerGroup:
+    """Handles and facts of one epoch's workers.
+
+    Attributes:
+        epoch: their generation.
+        handles: in rank order, once :meth:`rank` has run; in order of creation before.
+        infos: the same order; shorter than ``handles`` while workers are still coming up.
+        assignments: in rank order.
+    """
+
+    epoch: int
+    config: ExecutorConfig
+    handles: list[ActorHandle] = field(default_factory=list)
+    infos: list[WorkerInfo] = field(default_factory=list)
+    assignments: list[RankAssignment] = field(default_factory=list)
+    #: Set by another thread (a conviction, a shutdown) to end the building of this group; says why.
+    abandoned: str = ""
+
+    def spawn(self, reservation: Reservation) -> None:
+        """Create one actor in each bundle. Returns at once; :meth:`describe` waits for them."""
+        remote = ray.remote(
+            **worker_options(self.config),
+            max_restarts=0,  # a restarted actor would be a stranger with an old name
+            concurrency_groups=CONCURRENCY_GROUPS,
+            **self.config.ray_remote_args,
+        )(WorkerActor)
+        for created_rank in range(self.config.world_size):
+            strategy = reservation.strategy(created_rank)
+            self.handles.append(remote.options(scheduling_strategy=strategy).remote(created_rank))
+
+    def describe(self, deadline: float) -> None:
+        """Wait until every worker has said who it is; what those say that came up is kept, whatever the others do.
+
+        Raises:
+            WorkerStartError: one did not come up before ``deadline`` (``time.monotonic()``).
+        """
+        references = [handle.describe.remote() for handle in self.handles]
+        failure: WorkerStartError | None = None
+        for created_rank, reference in enumerate(references):
+            try:
+                [info] = self._all("spawn", [reference], deadline)
+                self.infos.append(info)
+            except WorkerStartError as error:
+                failure = failure or WorkerStartError(f"bundle {created_rank}: {error}", phase="spawn")
+        if failure is not None:
+            raise failure
+
+    def rank(self, driver_node_id: str, deadline: float) -> None:
+        """Check the topology and give out ranks, local ranks and the meeting point.
+
+        Raises:
+            TopologyError: the workers cannot form a group.
+            WorkerStartError: one died meanwhile.
+        """
+        ranks.check_topology(self.infos, self.config.world_size)
+        by_created_rank = {info.created_rank: handle for info, handle in zip(self.infos, self.handles, strict=True)}
+        ordered = ranks.order_ranks(self.infos, driver_node_id)
+        self.infos = ordered
+        self.handles = [by_created_rank[info.created_rank] for info in ordered]
+        mapping = ranks.rank_mapping(ordered)
+        self._all("rank", [handle.adjust_rank.remote(mapping) for handle in self.handles], deadline)
+        # A port of rank 0's own node, fresh for this epoch: a straggler of an old one finds nobody there.
+        [port] = self._all("rank", [self.handles[0].free_port.remote()], deadline)
+        method = ranks.init_method(ranks.rendezvous_host(ordered), port)
+        self.assignments = ranks.assignments(ordered, config=self.config, epoch=self.epoch, init_method=method)
+
+    def initialise(self, variables: Mapping[str, str], deadline: float) -> None:
+        """Build the engine's workers, each with its environment and assignment.
+
+        Raises:
+            WorkerStartError: a constructor raised or its process died.
+        """
+        spec = cloudpickle.dumps(self.config.worker)
+        calls = [h.init_worker.remote(a, variables, spec) for h, a in zip(self.handles, self.assignments, strict=True)]
+        self._all("initialise", calls, deadline)
+        self._all("initialise", [handle.init_device.remote() for handle in self.handles], deadline)
+
+    def load(self, deadline: float) -> None:
+        """Load the weights.
+
+        Raises:
+            WorkerStartError: loading raised or a process died.
+        """
+        self._all("load", [handle.load_model.remote() for handle in self.handles], deadline)
+
+    def set_phase(self, phase: Phase, deadline: float) -> None:
+        """Tell the workers which phase they are in, for their heartbeats.
+
+        Raises:
+            WorkerStartError: a process died.
+        """
+        self._all(phase.value, [handle.set_phase.remote(phase) for handle in self.handles], deadline)
+
+    def _all(self, phase: str, references: Sequence[Any], deadline: float) -> list[Any]:
+        """Wait for all. One failure ends the wait: its peers may wait for it in a collective, and never come back."""
+        try:
+            while True:
+                if self.abandoned:
+                    raise WorkerStartError(f"{phase}: {self.abandoned}", phase=phase)
+                remaining = deadline - time.monotonic()
+                try:
+                    return list(ray.get(list(references), timeout=max(0.0, min(remaining, _SLICE_S))))
+                except GetTimeoutError:
+                    if remaining <= _SLICE_S:
+                        message = f"{phase}: not every worker was ready in time (start_timeout_s)"
+                        raise WorkerStartError(message, phase=phase) from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, WorkerException):
+                message = f"{phase}: rank {cause.rank} raised {cause.summary}"
+                raise WorkerStartError(message, rank=cause.rank, phase=phase) from cause.original()
+            raise WorkerStartError(f"{phase}: {first_line(error)}", phase=phase) from error
+        except RayError as error:
+            raise WorkerStartError(f"{phase}: {first_line(error)}", phase=phase) from error
+
+    # -- collective RPC ---------------------------------------------------------------------------------------------
+
+    def call(self, entry: JournalEntry) -> list[Any]:
+        """Send one collective RPC to every worker; returns Ray's references in rank order."""
+        call_id = next(_call_ids)
+        arguments = entry.per_rank or (entry.arguments,) * len(self.handles)
+        return [
+            handle.run_rpc.remote(RpcEnvelope(self.epoch, call_id, entry.method, arguments[rank]))
+            for rank, handle in enumerate(self.handles)
+        ]
+
+    def results(self, name: str, references: list[Any], timeout_s: float) -> list[Any]:
+        """Wait for the results of :meth:`call`, in rank order.
+
+        Raises:
+            Exception: what the engine's worker raised, as it is, with a note.
+            RpcTimeout: not every rank answered in time.
+            RayError: a worker died.
+        """
+        try:
+            return [pickle.loads(result) for result in ray.get(references, timeout=timeout_s)]
+        except GetTimeoutError:
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+            late = tuple(rank for rank, reference in enumerate(references) if reference not in done)
+            raise RpcTimeout(name, timeout_s, late) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, WorkerException):
+                raise error.cause.original() from None
+            raise
+
+    # -- going down -------------------------------------------------------------------------------------------------
+
+    def shut_down(self, timeout_s: float) -> None:
+        """Let healthy workers put their things in order; dead and silent ones are passed over."""
+        references = [handle.shut_down.remote() for handle in self.handles]
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=timeout_s)
+
+    def kill(self) -> None:
+        """Tell Ray that the actors are over. No proof: see the node agents' ``fence``."""
+        for handle in self.handles:
+            try:
+                ray.kill(handle, no_restart=True)
+            except RayActorError:
+                continue
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: Ray's run over pages."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,113 @@
+"""The node agent: one small actor on every node that has workers.
+
+It holds a pidfd on each worker of its node, so it knows within a millisecond that one has ended, and how. It fences:
+kills what must be gone and proves it. It lives outside the placement groups of the epochs and outlives them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from resilient_executor.processes import ProcessHandle, identify
+from resilient_executor.protocol import ExitStatus, ProcessIdentity
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """What fencing found of one process.
+
+    Attributes:
+        process: which.
+        gone: proven to have ended.
+        exit: how it ended, when the agent saw it end *before* it was told to fence; a death of its own, not by us.
+    """
+
+    process: ProcessIdentity
+    gone: bool
+    exit: ExitStatus | None
+
+
+class NodeAgent:
+    """Watches and fences processes of its own node. An asyncio actor: every wait is a timer or a descriptor."""
+
+    def __init__(self) -> None:
+        self._handles: dict[ProcessIdentity, ProcessHandle] = {}
+        #: In order of death, each with whether the process died before this agent was told to kill it.
+        self._exits: dict[ProcessIdentity, tuple[ExitStatus, bool]] = {}
+        self._fenced: set[ProcessIdentity] = set()
+        self._changed = asyncio.Event()
+
+    async def identity(self) -> ProcessIdentity:
+        """This agent's own process."""
+        return identify(os.getpid(), ray.get_runtime_context().get_node_id())
+
+    async def watch(self, processes: Sequence[ProcessIdentity]) -> None:
+        """Watch these from now on, beside those watched already."""
+        for process in processes:
+            if process in self._handles or process in self._exits:
+                continue
+            try:
+                handle = ProcessHandle(process)
+            except ProcessLookupError:
+                self._note(process, ExitStatus(process.pid, None, None, time.time(), "it had ended before it was watched"))
+                continue
+            self._handles[process] = handle
+            asyncio.get_running_loop().add_reader(handle.fd, self._on_exit, process)
+
+    def _on_exit(self, process: ProcessIdentity) -> None:
+        handle = self._handles.pop(process)
+        asyncio.get_running_loop().remove_reader(handle.fd)
+        self._note(process, handle.exit_status())
+        handle.close()
+
+    def _note(self, process: ProcessIdentity, status: ExitStatus) -> None:
+        self._exits[process] = (status, process not in self._fenced)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def exits(
+        self, processes: Sequence[ProcessIdentity], known: int, timeout_s: float
+    ) -> list[tuple[ProcessIdentity, ExitStatus]]:
+        """Which of ``processes`` have ended, in order of death; waits until there are more than ``known`` of them.
+
+        Returns what there is when ``timeout_s`` has passed.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        wanted = set(processes)
+        while True:
+            changed = self._changed
+            found = [(process, status) for process, (status, _) in self._exits.items() if process in wanted]
+            remaining = deadline - asyncio.get_running_loop().time()
+            if len(found) > known or remaining <= 0:
+                return found
+            try:
+                await asyncio.wait_for(changed.wait(), remaining)
+            except asyncio.TimeoutError:
+                continue
+
+    async def fence(self, processes: Sequence[ProcessIdentity], timeout_s: float) -> list[Fenced]:
+        """Kill every one of ``processes`` and wait until the kernel says that it is gone, at most ``timeout_s``."""
+        await self.watch(processes)
+        self._fenced.update(processes)
+        for process in processes:
+            if process in self._handles:
+                self._handles[process].kill()
+        await self.exits(processes, len(set(processes)) - 1, timeout_s)
+        return [self._fenced_result(process) for process in processes]
+
+    def _fenced_result(self, process: ProcessIdentity) -> Fenced:
+        status, own = self._exits.get(process, (None, False))
+        return Fenced(process, gone=status is not None, exit=status if own else None)
+
+    async def forget(self, processes: Sequence[ProcessIdentity]) -> None:
+        """Drop what is known of processes that are gone: their epoch has been told and buried."""
+        for process in processes:
+            if process in self._exits:
+                del self._exits[process]
+                self._fenced.discard(process)

@@ -1,0 +1,237 @@
+"""The executor's side of supervision: the supervisor actor, the node agents, and the thread that listens to them.
+
+Both kinds of actor may die at any time, with a worker or alone. They are made anew, with what is known here; nothing
+that a restart would lose is kept in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
+
+from resilient_executor.config import ExecutorConfig
+from resilient_executor.errors import ResilientExecutorError
+from resilient_executor.protocol import ProcessIdentity
+from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
+from resilient_executor.supervisor.agent import Fenced, NodeAgent
+
+logger = logging.getLogger(__name__)
+
+#: A long poll returns after this many seconds without news, so that its thread notices a shutdown.
+_POLL_S: Final = 2.0
+#: What a call may take beyond the time that the callee was given.
+_GRACE_S: Final = 5.0
+
+
+class SupervisorUnreachable(ResilientExecutorError):
+    """The supervisor did not answer; it is being replaced."""
+
+
+class Supervision:
+    """Makes, feeds and replaces the supervisor and the agents. Safe for several threads."""
+
+    def __init__(self, config: ExecutorConfig, on_finding: Callable[[Finding], None]) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: heartbeat and time settings.
+            on_finding: called in the listening thread, once for each finding; must not block.
+        """
+        self._config = config
+        self._on_finding = on_finding
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._lock = threading.RLock()
+        self._supervisor: ActorHandle | None = None
+        self._agents: dict[str, ActorHandle] = {}
+        self._epoch = 0
+        self._members: tuple[Member, ...] = ()
+        self._known = 0
+        self._stopping = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="resilient-executor-listen", daemon=True)
+
+    def start(self) -> None:
+        """Start the supervisor and this node's agent; both come up while the workers do."""
+        with self._lock:
+            self._supervisor = self._make_supervisor()
+            self._agent(self._node_id)
+        self._listener.start()
+
+    def _make_supervisor(self) -> ActorHandle:
+        return self._make(SupervisorActor, self._node_id).remote(
+            self._config.heartbeat_interval_s, self._config.heartbeat_timeout_s
+        )
+
+    def _make(self, cls: type, node_id: str) -> Any:
+        # Ray's own affinity strategy, not a placement group: these outlive the groups of all epochs.
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000, scheduling_strategy=strategy)(cls)
+
+    def _agent(self, node_id: str) -> ActorHandle:
+        with self._lock:
+            if node_id not in self._agents:
+                self._agents[node_id] = self._make(NodeAgent, node_id).remote()
+            return self._agents[node_id]
+
+    # -- the epoch --------------------------------------------------------------------------------------------------
+
+    def adopt(self, epoch: int, members: Sequence[Member]) -> None:
+        """Have these workers watched from now on, instead of all earlier ones. Waits until they are."""
+        with self._lock:
+            self._epoch, self._members, self._known = epoch, tuple(members), 0
+        by_node: dict[str, list[ProcessIdentity]] = {}
+        for member in members:
+            by_node.setdefault(member.process.node_id, []).append(member.process)
+        for node_id, processes in by_node.items():
+            self._ask_agent(node_id, "watch", processes)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tell the supervisor whom to watch; a dead one is replaced."""
+        for attempt in (1, 2):
+            with self._lock:
+                supervisor, epoch, members, agents = self._supervisor, self._epoch, self._members, dict(self._agents)
+            try:
+                assert supervisor is not None
+                ray.get(supervisor.adopt.remote(epoch, members, agents), timeout=_GRACE_S + 25)
+                return
+            except (RayError, GetTimeoutError):
+                if attempt == 2 or self._stopping.is_set():
+                    raise
+                self._replace(supervisor)
+
+    def _replace(self, lost: ActorHandle | None) -> None:
+        """Put a new supervisor in the place of a lost one, unless another thread has done so already."""
+        with self._lock:
+            if self._supervisor is not lost or self._stopping.is_set():
+                return
+            logger.warning("the supervisor is gone; starting a new one for epoch %d", self._epoch)
+            if lost is not None:
+                ray.kill(lost, no_restart=True)
+            self._supervisor = self._make_supervisor()
+            self._known = 0
+
+    def retire(self, epoch: int) -> None:
+        """End the watch over an epoch: its workers are about to be killed."""
+        with self._lock:
+            if epoch == self._epoch:
+                self._members = ()
+            supervisor = self._supervisor
+        if supervisor is not None:
+            supervisor.retire.remote(epoch)
+
+    def _listen(self) -> None:
+        """Long-poll the supervisor for findings, and replace it when it is gone."""
+        while not self._stopping.is_set():
+            with self._lock:
+                supervisor, epoch, known, members = self._supervisor, self._epoch, self._known, self._members
+            if not members:
+                self._stopping.wait(0.02)
+                continue
+            try:
+                assert supervisor is not None
+                findings = ray.get(supervisor.findings.remote(epoch, known, _POLL_S), timeout=_POLL_S + _GRACE_S)
+            except (RayError, GetTimeoutError):
+                if not self._stopping.is_set():
+                    self._recover_supervisor(supervisor)
+                continue
+            except Exception:
+                if self._stopping.is_set():
+                    return  # Ray itself is going down
+                logger.exception("listening to the supervisor failed")
+                self._stopping.wait(1.0)
+                continue
+            with self._lock:
+                fresh = findings[known:] if epoch == self._epoch else []
+                self._known += len(fresh)
+            for finding in fresh:
+                self._on_finding(finding)
+
+    def _recover_supervisor(self, lost: ActorHandle | None) -> None:
+        self._replace(lost)
+        try:
+            self._introduce()
+        except (RayError, GetTimeoutError):
+            logger.warning("the new supervisor does not answer either; trying again")
+            self._stopping.wait(1.0)
+
+    # -- questions --------------------------------------------------------------------------------------------------
+
+    def examine(self, epoch: int, timeout_s: float) -> Examination:
+        """Ask every worker of ``epoch`` through the supervisor, now.
+
+        Raises:
+            SupervisorUnreachable: no answer from the supervisor itself; a new one is on its way.
+        """
+        supervisor = self._supervisor
+        try:
+            assert supervisor is not None
+            result: Examination = ray.get(supervisor.examine.remote(epoch, timeout_s), timeout=timeout_s + 1.0)
+            return result
+        except (RayError, GetTimeoutError) as error:
+            raise SupervisorUnreachable(f"the supervisor does not answer ({type(error).__name__})") from error
+
+    def fence(self, processes: Sequence[ProcessIdentity]) -> list[Fenced]:
+        """Kill processes on their nodes and have it proven, at most ``fence_timeout_s`` for all nodes together.
+
+        A process on a node that Ray has declared dead counts as gone: nothing there can be asked any more.
+        """
+        by_node: dict[str, list[ProcessIdentity]] = {}
+        for process in processes:
+            by_node.setdefault(process.node_id, []).append(process)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        results = [Fenced(p, gone=True, exit=None) for n, ps in by_node.items() if n not in alive for p in ps]
+        for node_id in by_node.keys() & alive:
+            answer = self._ask_agent(node_id, "fence", by_node[node_id], self._config.fence_timeout_s)
+            results += answer if answer is not None else [Fenced(p, False, None) for p in by_node[node_id]]
+        return results
+
+    def kill(self, process: ProcessIdentity) -> None:
+        """Have one process killed without waiting for it; :meth:`fence` proves it later."""
+        self._agent(process.node_id).fence.remote([process], self._config.fence_timeout_s)
+
+    def forget(self, processes: Sequence[ProcessIdentity]) -> None:
+        """Let the agents drop what they know of a buried epoch."""
+        for agent in list(self._agents.values()):
+            agent.forget.remote(list(processes))
+
+    def _ask_agent(self, node_id: str, method: str, *args: Any) -> Any:
+        """Call an agent; a dead one is replaced once. None when the node gives no answer."""
+        limit = self._config.fence_timeout_s + _GRACE_S
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            agent = self._agent(node_id)
+            try:
+                return ray.get(getattr(agent, method).remote(*args), timeout=max(0.1, deadline - time.monotonic()))
+            except (RayError, GetTimeoutError):
+                with self._lock:
+                    if self._agents.get(node_id) is agent:
+                        del self._agents[node_id]
+                time.sleep(0.05)
+        logger.warning("the agent of node %s gave no answer within %g s", node_id[:8], limit)
+        return None
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def actor_processes(self) -> list[ActorHandle]:
+        """The supervisor and the agents, for whoever wants to look at (or kill) them."""
+        with self._lock:
+            return [h for h in (self._supervisor, *self._agents.values()) if h is not None]
+
+    def stop(self) -> None:
+        """Stop listening, and end the supervisor and the agents."""
+        self._stopping.set()
+        with self._lock:
+            handles = self.actor_processes()
+            self._supervisor, self._members = None, ()
+            self._agents.clear()
+        for handle in handles:
+            ray.kill(handle, no_restart=True)
+        if self._listener.is_alive():
+            self._listener.join(_POLL_S + _GRACE_S + 1)
