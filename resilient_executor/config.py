@@ -67,8 +67,8 @@ class ExecutorConfig:
         tensor_parallel_size: ranks in a TP group, i.e. in one stage.
         pipeline_parallel_size: stages.
         uses_sampler: two-stage steps (``execute_model`` stores, ``sample_tokens`` runs); False for pooling models.
-        rpc_policies: method name -> what becomes of that collective RPC when its epoch dies; an argument of the call wins.
-            Others are never repeated.
+        rpc_policies: method name -> what becomes of that collective RPC when its epoch dies; an argument of the call
+            wins. Others are never repeated.
         output_aggregator: turns the outputs of all ranks of the last stage (TP order) into the step's output; None
             takes the output of the last stage's first rank.
 
@@ -107,6 +107,7 @@ class ExecutorConfig:
         teardown_timeout_s: for the graph's teardown; after that it is abandoned.
         recovery_timeout_s: how long a call waits for a rebuild.
         max_restarts, restart_window_s: more than ``max_restarts`` rebuilds in ``restart_window_s`` end in FAILED.
+        backoff_reset_s: service of this length ends a row of failures.
         backoff_initial_s, backoff_max_s: pause before the second and later rebuilds in a row, doubling, with jitter.
         start_attempts: attempts to start before ``StartupError``.
     """
@@ -153,6 +154,7 @@ class ExecutorConfig:
     restart_window_s: float = 600.0
     backoff_initial_s: float = 0.5
     backoff_max_s: float = 30.0
+    backoff_reset_s: float = 10.0
     start_attempts: int = 3
 
     def __post_init__(self) -> None:
@@ -199,7 +201,9 @@ class ExecutorConfig:
         if self.devices_per_worker > 1 and self.devices_per_worker != int(self.devices_per_worker):
             raise ConfigError(f"devices_per_worker above 1 must be whole, not {self.devices_per_worker!r}")
         if self.placement_strategy not in _STRATEGIES:
-            raise ConfigError(f"placement_strategy must be one of {sorted(_STRATEGIES)}, not {self.placement_strategy!r}")
+            raise ConfigError(
+                f"placement_strategy must be one of {sorted(_STRATEGIES)}, not {self.placement_strategy!r}"
+            )
         if self.bundle_indices is not None:
             indices = self.bundle_indices
             if len(indices) != self.world_size:
@@ -255,7 +259,9 @@ class ExecutorConfig:
                 continue
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name not in hints:
-                raise ConfigError(f"{variable} is not a setting; known are {sorted(ENV_PREFIX + n.upper() for n in hints)}")
+                raise ConfigError(
+                    f"{variable} is not a setting; known are {sorted(ENV_PREFIX + n.upper() for n in hints)}"
+                )
             values[name] = _parse(variable, text, hints[name])
         return cls(worker=worker, **{**values, **settings})
 

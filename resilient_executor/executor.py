@@ -1,8 +1,8 @@
 """The front door: an executor with the signatures of vLLM's ``v1.executor.abstract.Executor``.
 
-What is added to vLLM's contract: a step ends in exactly one of its output, the worker's own exception, ``StepLost`` (the
-epoch died under it, recompute), or ``ExecutorFailed`` (it is over). ``StepLost`` comes at once; the next call waits for
-the rebuild.
+What is added to vLLM's contract: a step ends in exactly one of its output, the worker's own exception, ``StepLost``
+(the epoch died under it, recompute), or ``ExecutorFailed`` (it is over). ``StepLost`` comes at once; the next call
+waits for the rebuild.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class ResilientExecutor:
         self._plan_epoch = 0
         #: How many losses the engine has been told of; a schedule made before the last one is void.
         self._losses = 0
+        self._told_epoch = 0
         self._lifecycle.add_listener(self._on_event)
         self._connected_here = cluster.connect(config)
-        self._at_exit = _shut_down_at_exit(self)
+        self._at_exit: Callable[[], None] | None = _shut_down_at_exit(self)
         try:
             self._config = config = _with_current_placement_group(config)
             placement.check_capacity(config)
@@ -177,7 +178,7 @@ class ResilientExecutor:
         return future
 
     def _pipeline_for(self, plan: tuple[int, int], step_id: int) -> StepPipeline:
-        """The pipeline that may run a step planned for ``plan``: (epoch of the engine's schedule, losses it knew of)."""
+        """The pipeline that may run a step planned for ``plan``: (epoch of the schedule, losses that it knew of)."""
         epoch, losses = plan
         if losses != self._losses:
             raise StepLost(epoch, step_id)  # planned before the engine learnt of a loss
@@ -207,8 +208,10 @@ class ResilientExecutor:
 
     def _told(self, lost: StepLost) -> None:
         """The engine has learnt of a loss: it will begin from nothing, on whatever epoch serves next."""
-        self._losses += 1
-        self._plan_epoch = 0
+        if lost.epoch > self._told_epoch:
+            self._told_epoch = lost.epoch
+            self._losses += 1
+            self._plan_epoch = 0
         if lost.incident is None:
             lost.incident = self._lifecycle.last_incident(lost.epoch)
 
@@ -231,7 +234,8 @@ class ResilientExecutor:
         Args:
             method: its name, or a callable that gets the engine's worker as its first argument.
             timeout: seconds for this call, rebuilds included; None takes ``rpc_timeout_s``.
-            args, kwargs: its arguments, the same for every rank.
+            args: its positional arguments, the same for every rank.
+            kwargs: its keyword arguments, the same for every rank.
             non_block: return a future.
             policy: what becomes of the call when its epoch dies; None takes ``rpc_policies``, else ``ONCE``.
             key: with ``JOURNAL``, a later call with the same key replaces this one in the replay.
@@ -255,7 +259,9 @@ class ResilientExecutor:
             method=method if isinstance(method, str) else cloudpickle.dumps(method),
             name=name,
             arguments=protocol.dumps((tuple(args), kwargs or {})),
-            per_rank=None if per_rank_args is None else tuple(protocol.dumps((tuple(a), kwargs or {})) for a in per_rank_args),
+            per_rank=None
+            if per_rank_args is None
+            else tuple(protocol.dumps((tuple(a), kwargs or {})) for a in per_rank_args),
             key=key,
         )
         policy = policy or self._config.rpc_policies.get(name, RpcPolicy.ONCE)
@@ -287,7 +293,7 @@ class ResilientExecutor:
     def _call_once(
         self, generation: Generation, entry: JournalEntry, timeout_s: float
     ) -> tuple[list[Any], Exception | None]:
-        """One attempt. When it returns an error, the generation is either condemned or the error is the worker's own."""
+        """One attempt. When it returns an error, the generation is condemned or the error is the worker's own."""
         group = generation.group
         assert group is not None
         generation.rpc = entry.name
@@ -322,7 +328,8 @@ class ResilientExecutor:
         generation = self._lifecycle.current
         if generation is None or generation.condemned or not generation.served:
             self._raise_recovering(generation)
-        assert generation is not None and self._supervision is not None
+        assert generation is not None
+        assert self._supervision is not None
         try:
             result = self._supervision.examine(generation.epoch, timeout_s)
         except SupervisorUnreachable as error:
@@ -336,11 +343,13 @@ class ResilientExecutor:
         missing = [rank for rank in range(self._config.world_size) if rank not in result.progress]
         if missing:
             why = "; ".join(f"rank {r}: {result.silent.get(r, 'not watched yet')}" for r in missing)
-            raise ExecutorUnhealthy(f"no live answer from every worker within {timeout_s:g} s: {why}", ranks=tuple(missing))
+            raise ExecutorUnhealthy(
+                f"no live answer from every worker within {timeout_s:g} s: {why}", ranks=tuple(missing)
+            )
 
     def _raise_recovering(self, generation: Generation | None) -> None:
         self._lifecycle.raise_if_over()
-        if generation is None or not generation.exits and not generation.evidence:
+        if generation is None or (not generation.exits and not generation.evidence):
             incident = self._lifecycle.incidents[-1] if self._lifecycle.incidents else None
             why = incident.headline() if incident is not None else "not started yet"
             ranks: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from ray.dag import InputNode, MultiOutputNode
 
 from resilient_executor import ray_guard
 from resilient_executor.config import ExecutorConfig, Transport
-from resilient_executor.errors import ConfigError
+from resilient_executor.errors import ConfigError, StateError
 from resilient_executor.ranks import grid
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StepGraph:
                 if stage is not stages[-1] and transport is not Transport.SHM:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
-        self._dag: CompiledDAG = output.experimental_compile(
+        self._dag: CompiledDAG | None = output.experimental_compile(
             _submit_timeout=config.step_timeout_s,
             _buffer_size_bytes=config.channel_buffer_bytes,
             _max_inflight_executions=config.inflight_limit,
@@ -63,6 +63,8 @@ class StepGraph:
 
     def submit(self, request: bytes) -> list[CompiledDAGRef]:
         """Send one step request into the graph; the references are for :meth:`fetch`, in order of submission."""
+        if self._dag is None:
+            raise StateError("the graph has been torn down")
         return self._dag.execute(request)  # type: ignore[no-any-return]  # a list: the root is a MultiOutputNode
 
     def fetch(self, references: list[CompiledDAGRef]) -> list[bytes]:
@@ -89,7 +91,9 @@ class StepGraph:
         Returns:
             whether it finished within ``timeout_s``.
         """
-        dag = self._dag
+        dag, self._dag = self._dag, None
+        if dag is None:
+            return True
         thread = threading.Thread(target=_tear_down, args=(dag,), name="resilient-executor-teardown", daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -101,7 +105,7 @@ class StepGraph:
 def _tear_down(dag: CompiledDAG) -> None:
     try:
         dag.teardown()
-    except Exception:  # noqa: BLE001 - the workers are dead or dying; nothing here can be repaired
+    except Exception:
         logger.debug("teardown of a compiled graph", exc_info=True)
 
 
@@ -120,7 +124,9 @@ def resolve_transport(config: ExecutorConfig) -> Transport:
         return Transport.SHM
     if config.transport is Transport.NCCL:
         if config.device_key != "GPU":
-            raise ConfigError(f"transport 'nccl' needs device_key 'GPU', not {config.device_key!r}; use 'shm' or 'auto'")
+            raise ConfigError(
+                f"transport 'nccl' needs device_key 'GPU', not {config.device_key!r}; use 'shm' or 'auto'"
+            )
         return Transport.NCCL
     return Transport.NCCL if config.device_key == "GPU" and cuda_present() else Transport.SHM
 

@@ -110,7 +110,9 @@ class Lifecycle:
         """The newest epoch; 0 before the first."""
         return self.current.epoch if self.current is not None else 0
 
-    def move(self, state: ExecutorState, *, serving: Generation | None = None, failure: ExecutorFailed | None = None) -> bool:
+    def move(
+        self, state: ExecutorState, *, serving: Generation | None = None, failure: ExecutorFailed | None = None
+    ) -> bool:
         """Enter a state; everyone who waits looks again. The final states are never left.
 
         Returns:

@@ -1,8 +1,8 @@
 """Turns news into verdicts: which epoch is dying, and of what. One thread carries the verdicts out.
 
 News comes from four sides: the supervisor's findings, the graph's errors, the errors of calls, and workers' own
-exceptions. An exception of a worker is held against the supervisor's word before anybody believes it: a broken collective
-looks like an application error, and arrives before the news of the death that broke it.
+exceptions. An exception of a worker is held against the supervisor's word before anybody believes it: a broken
+collective looks like an application error, and arrives before the news of the death that broke it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Overseer:
 
     def _note_doing(self, generation: Generation) -> None:
         step = generation.pipeline.oldest_step if generation.pipeline is not None else -1
-        activity = f"step {step}" if step >= 0 else generation.rpc or ("idle" if generation.served else self._lifecycle.phase)
+        activity = (
+            f"step {step}" if step >= 0 else generation.rpc or ("idle" if generation.served else self._lifecycle.phase)
+        )
         for rank in range(self._config.world_size):
             generation.doing.setdefault(rank, activity)
 
@@ -158,7 +160,7 @@ class Overseer:
         self.condemn(generation, Evidence(time.time(), "rpc", None, text, CauseKind.RPC_ERROR))
 
     def _hold(self, generation: Generation, settle: _Settle) -> bool:
-        """Ask every worker whether it lives. An answer is proof: a process whose sockets broke by dying cannot give it."""
+        """Ask every worker whether it lives. An answer proves it: a process whose death broke a socket gives none."""
         self._examine(generation)
         with self._lock:
             if generation.condemned:
@@ -217,7 +219,7 @@ class Overseer:
         generation = work.generation
         deadline = time.monotonic() + self._config.settle_timeout_s
         late: list[int] = []
-        while time.monotonic() < deadline and not generation.condemned:
+        while time.monotonic() < deadline:
             result = self._examine(generation)
             if generation.condemned:
                 return
@@ -227,13 +229,12 @@ class Overseer:
                     self._judge_settled(work, result)
                     return
             time.sleep(_SETTLE_LOOK_S)
-        if not generation.condemned:
-            what = f"step {work.step_id}" if work.step_id >= 0 else "a collective RPC"
-            text = (
-                f"ranks {late} did not come out of {what} within {self._config.settle_timeout_s:g} s "
-                f"(settle_timeout_s) after rank {work.rank} raised in it"
-            )
-            self.condemn(generation, Evidence(time.time(), "settle", None, text, CauseKind.STALLED))
+        what = f"step {work.step_id}" if work.step_id >= 0 else "a collective RPC"
+        text = (
+            f"ranks {late} did not come out of {what} within {self._config.settle_timeout_s:g} s "
+            f"(settle_timeout_s) after a rank raised in it"
+        )
+        self.condemn(generation, Evidence(time.time(), "settle", None, text, CauseKind.STALLED))
 
     def _judge_settled(self, work: _Settle, result: Examination) -> None:
         """All are out of the step. If later steps were in the graph, they may have met the wrong peers in it."""

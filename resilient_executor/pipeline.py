@@ -4,8 +4,8 @@ Steps enter and leave in order. A blocking step is read by the thread that submi
 thread; a future is read by the thread that asks for its result. A reader thread exists only where somebody asks without
 waiting (``done``, a callback, a timeout). Two locks, one for either end of the graph, are all that a step takes.
 
-A step ends in one of three ways: its output; the worker's own exception; :class:`StepLost`, when the epoch is condemned.
-After it is condemned nothing that comes out of the graph is believed.
+A step ends in one of three ways: its output; the worker's own exception; :class:`StepLost`, when the epoch is
+condemned. After it is condemned nothing that comes out of the graph is believed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Judge(Protocol):
         """A worker raised. Returns whether that worker's epoch is dying, so that the exception is only a symptom.
 
         Args:
+            epoch: the epoch of the step.
+            step_id: the step.
+            rank: the rank that raised.
             followers: whether later steps were in the graph already; a rank that lost step with its peers may have
                 spoilt them.
         """
@@ -165,13 +168,13 @@ class StepPipeline:
                 with self._read_lock:
                     if len(self._inflight) >= self._limit:
                         self._read_next()
-            if self._condemned:
+            if self.condemned:
                 raise StepLost(self.epoch, step_id, self.incident)
             if future is not None:
                 future.attach(self, step)
             try:
                 step.references = self._graph.submit(request)
-            except Exception as error:  # noqa: BLE001 - Ray has no common class for what a broken graph raises
+            except Exception as error:
                 self._judge.graph_broken(self.epoch, _describe(error))
                 raise StepLost(self.epoch, step_id, self.incident) from error
             self._inflight.append(step)
@@ -217,7 +220,7 @@ class StepPipeline:
             error = self._worker_error(raised, step)
             if error is None:
                 self._judge.graph_broken(self.epoch, _describe(raised))
-        if self._condemned:
+        if self.condemned:
             self._lose_all()
             return
         self._inflight.popleft()

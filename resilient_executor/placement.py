@@ -109,8 +109,8 @@ def _choose_bundles(config: ExecutorConfig, group: PlacementGroup) -> tuple[int,
     if config.bundle_indices is not None:
         if unfit := [i for i in config.bundle_indices if i not in fitting]:
             raise ConfigError(
-                f"bundles {unfit} of the placement group do not hold {config.devices_per_worker:g} {config.device_key}; "
-                f"those that do are {list(fitting)}"
+                f"bundles {unfit} of the placement group do not hold {config.devices_per_worker:g} "
+                f"{config.device_key}; those that do are {list(fitting)}"
             )
         return config.bundle_indices
     if len(fitting) < config.world_size:
@@ -124,5 +124,3 @@ def _choose_bundles(config: ExecutorConfig, group: PlacementGroup) -> tuple[int,
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
     """Pin an actor without resources to a node, outside every placement group."""
     return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-
-

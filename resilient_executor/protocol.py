@@ -56,8 +56,8 @@ def dumps(value: Any) -> bytes:
     try:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return cloudpickle.dumps(value)
-    return data if b"__main__" not in data else cloudpickle.dumps(value)
+        data = b"__main__"
+    return data if b"__main__" not in data else bytes(cloudpickle.dumps(value))
 
 
 def encode_request(epoch: int, step_id: int, kind: StepKind, value: Any, trace_context: bytes = b"") -> bytes:
@@ -87,7 +87,7 @@ def encode_reply(epoch: int, step_id: int, rank: int, output: Any) -> bytes:
 
 def reply_header(data: bytes) -> tuple[int, int, int]:
     """Epoch, step id and rank of a step reply."""
-    return _REPLY.unpack_from(data)  # type: ignore[return-value]  # three integers, by the format
+    return _REPLY.unpack_from(data)
 
 
 def reply_output(data: bytes) -> Any:
@@ -155,11 +155,17 @@ class WorkerException(ResilientExecutorError):
                 error = None
         if error is None:
             error = RemoteError(self.summary)
-        error.add_note(
+        _add_note(
+            error,
             f"raised by rank {self.rank} in {self.operation} (epoch {self.epoch}, id {self.call_id}); "
-            f"the worker's traceback:\n{self.trace}"
+            f"the worker's traceback:\n{self.trace}",
         )
         return error
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """``error.add_note``, which Python 3.10 does not have; there the note is kept and not printed."""
+    error.__dict__.setdefault("__notes__", []).append(note)
 
 
 class RemoteError(ResilientExecutorError):

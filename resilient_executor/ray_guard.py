@@ -4,8 +4,8 @@ A channel's reader registers with the local object store. When the channel's wri
 buffer, and Ray's core answers the registration with a fatal CHECK ("Experimental mutable object must be in the local
 object store to register as reader or writer"): the whole process is gone, the engine included. Two paths lead there:
 the first read of a channel, and ``close()``, which Ray's own monitor thread calls the moment an actor dies, possibly
-between the lines of a compilation. Registering early (see ``graph.py``) makes the window small; this guard closes it, by
-asking the store before registering and raising ``RayChannelError`` instead.
+between the lines of a compilation. Registering early (see ``graph.py``) makes the window small; this guard closes it,
+by asking the store before registering and raising ``RayChannelError`` instead.
 
 Remove it when Ray returns a status there. ``tests/integration/test_ray_guard.py`` fails without it.
 """

@@ -1,10 +1,10 @@
-"""The rebuild, as one sequence of phases:
+"""The rebuild, as one sequence of phases.
 
     fence -> tear down -> place -> spawn -> rank -> initialise -> load -> replay -> compile -> warm up -> serve
 
-A start is the same sequence without the first two. A death in any phase makes that attempt fail; the next attempt, with
-the next epoch, begins by burying what the failed one has left. Whoever calls :meth:`Recovery.recover` decides nothing:
-the restart budget does.
+A start is the same sequence without the first two. A death in any phase makes that attempt fail; the next attempt,
+with the next epoch, begins by burying what the failed one has left. Whoever calls :meth:`Recovery.recover` decides
+nothing: the restart budget does.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Recovery:
             window_s=config.restart_window_s,
             backoff_initial_s=config.backoff_initial_s,
             backoff_max_s=config.backoff_max_s,
+            quiet_s=config.backoff_reset_s,
         )
         self.stopping = threading.Event()
         self._reservations: list[Reservation] = []
@@ -120,9 +121,7 @@ class Recovery:
             raise StartupError(f"the executor could not be started in {attempts} attempts: {error}") from error
         self._budget.note_success(time.monotonic())
 
-    def recover(
-        self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]
-    ) -> bool:
+    def recover(self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]) -> bool:
         """Replace a dead generation, however many attempts the budget allows.
 
         Returns:

@@ -143,7 +143,9 @@ class WorkerActor:
             WorkerException: carries whatever the method raised.
         """
         if envelope.epoch != self._epoch:
-            raise StaleEpoch(f"call {envelope.call_id} is of epoch {envelope.epoch}; rank {self._rank} is of {self._epoch}")
+            raise StaleEpoch(
+                f"call {envelope.call_id} is of epoch {envelope.epoch}; rank {self._rank} is of {self._epoch}"
+            )
         name = envelope.method if isinstance(envelope.method, str) else "a callable"
         with _logged(self, name, envelope.call_id):
             self._rpc_in_hand = name
@@ -189,7 +191,7 @@ class WorkerActor:
             if assignment.pp_rank < assignment.pp_size - 1:
                 return request, result
             return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the engine's own, whatever it is
             self._failed_step = step_id
             raise _capture(self, error, "execute_stage", step_id) from None
         finally:
@@ -205,7 +207,7 @@ class WorkerActor:
 
     # -- supervision ------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="supervision")
+    @ray.method(concurrency_group="supervision")  # type: ignore[untyped-decorator]  # Ray has no types
     def heartbeat(self, epoch: int) -> Progress:
         """Answer a heartbeat.
 
@@ -220,7 +222,7 @@ class WorkerActor:
             self._rank, epoch, self._phase, step, age, self._last_step, self._failed_step, self._rpc_in_hand
         )
 
-    @ray.method(concurrency_group="sentinel")
+    @ray.method(concurrency_group="sentinel")  # type: ignore[untyped-decorator]  # Ray has no types
     def sentinel(self) -> None:
         """Never returns: the call fails the moment Ray learns that this process is gone."""
         threading.Event().wait()
@@ -246,9 +248,7 @@ def _capture(actor: WorkerActor, error: Exception, operation: str, call_id: int)
         "rank %d, epoch %d: %s (id %d) raised %s; peers that wait for this rank in a collective may wait for ever",
         actor._rank, actor._epoch, operation, call_id, type(error).__name__, exc_info=error,
     )  # fmt: skip
-    return WorkerException.capture(
-        error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation
-    )
+    return WorkerException.capture(error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation)
 
 
 def _resolve(cls: str | type) -> type:

@@ -205,7 +205,9 @@ class SupervisorActor:
 
     async def _ask(self, member: Member, epoch: int, timeout_s: float, result: Examination) -> None:
         try:
-            result.progress[member.rank] = await asyncio.wait_for(_wrap(member.handle.heartbeat.remote(epoch)), timeout_s)
+            result.progress[member.rank] = await asyncio.wait_for(
+                _wrap(member.handle.heartbeat.remote(epoch)), timeout_s
+            )
         except asyncio.TimeoutError:
             result.silent[member.rank] = f"no answer within {timeout_s:g} s"
         except RayActorError as error:

@@ -55,7 +55,9 @@ class NodeAgent:
             try:
                 handle = ProcessHandle(process)
             except ProcessLookupError:
-                self._note(process, ExitStatus(process.pid, None, None, time.time(), "it had ended before it was watched"))
+                self._note(
+                    process, ExitStatus(process.pid, None, None, time.time(), "it had ended before it was watched")
+                )
                 continue
             self._handles[process] = handle
             asyncio.get_running_loop().add_reader(handle.fd, self._on_exit, process)

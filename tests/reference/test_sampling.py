@@ -17,7 +17,7 @@ def draw(index: int = 0, *, temperature: float = 1.0, top_k: int = 0, top_p: flo
 
 def test_random_numbers_never_change() -> None:
     """A change here would change what every seeded request answers: a new release must not do that by accident."""
-    assert [uniform(7, n) for n in range(3)] == [0.45137369308041885, 0.2817080282414287, 0.7131953246938633]
+    assert [uniform(7, n) for n in range(3)] == [0.6416851058787302, 0.23046942676340265, 0.7270685511978118]
 
 
 def test_random_numbers_are_uniform_over_positions_and_over_seeds() -> None:
