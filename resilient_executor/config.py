@@ -106,7 +106,8 @@ class ExecutorConfig:
         fence_timeout_s: for one process of an old epoch to be proven gone.
         teardown_timeout_s: for the graph's teardown; after that it is abandoned.
         recovery_timeout_s: how long a call waits for a rebuild.
-        max_restarts, restart_window_s: more than ``max_restarts`` rebuilds in ``restart_window_s`` end in FAILED.
+        max_restarts, restart_window_s: more than ``max_restarts`` rebuilds in ``restart_window_s`` of service end in
+            FAILED; the window stands still while nothing is served.
         backoff_reset_s: service of this length ends a row of failures.
         backoff_initial_s, backoff_max_s: pause before the second and later rebuilds in a row, doubling, with jitter.
         start_attempts: attempts to start before ``StartupError``.
@@ -176,9 +177,9 @@ class ExecutorConfig:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be a positive, finite number of seconds, not {value!r}")
         self._check_placement()
-        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+        if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
             raise ConfigError(
-                f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least twice heartbeat_interval_s "
+                f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least three times heartbeat_interval_s "
                 f"({self.heartbeat_interval_s:g}): one lost heartbeat must not condemn a worker"
             )
         if self.backoff_max_s < self.backoff_initial_s:

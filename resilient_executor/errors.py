@@ -14,14 +14,25 @@ names rank, step and epoch, and the worker's traceback.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resilient_executor.supervisor.incidents import Incident
 
 
 class ResilientExecutorError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package. All of them can be pickled: engines carry them across processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild without ``__init__``, whose arguments differ from class to class."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[ResilientExecutorError], args: tuple[Any, ...], state: dict[str, Any]) -> ResilientExecutorError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(ResilientExecutorError, ValueError):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from resilient_executor.config import ExecutorConfig
-from resilient_executor.errors import ConfigError, PlacementError
+from resilient_executor.errors import ConfigError, ExecutorStopped, PlacementError
+
+#: A wait looks this often, in seconds, whether the executor is being shut down.
+_SLICE_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -88,18 +93,24 @@ def reserve(config: ExecutorConfig, *, label: str) -> Reservation:
     return Reservation(group, config.bundle_indices or tuple(range(config.world_size)), owned=True)
 
 
-def wait_ready(reservation: Reservation, config: ExecutorConfig) -> None:
+def wait_ready(reservation: Reservation, config: ExecutorConfig, stopping: threading.Event) -> None:
     """Wait until the bundles are there.
 
     Raises:
         PlacementError: they are not within ``placement_timeout_s``; the message says what the cluster has.
+        ExecutorStopped: ``stopping`` was set meanwhile.
     """
-    if not reservation.group.wait(timeout_seconds=config.placement_timeout_s):
-        free = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
-        raise PlacementError(
-            f"no room for {config.world_size} x {bundle_of(config)} within {config.placement_timeout_s:g} s "
-            f"(placement_timeout_s); free now: {free}"
-        )
+    deadline = time.monotonic() + config.placement_timeout_s
+    while (remaining := deadline - time.monotonic()) > 0:
+        if reservation.group.wait(timeout_seconds=min(remaining, _SLICE_S)):
+            return
+        if stopping.is_set():
+            raise ExecutorStopped("the executor is being shut down")
+    free = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
+    raise PlacementError(
+        f"no room for {config.world_size} x {bundle_of(config)} within {config.placement_timeout_s:g} s "
+        f"(placement_timeout_s); free now: {free}"
+    )
 
 
 def _choose_bundles(config: ExecutorConfig, group: PlacementGroup) -> tuple[int, ...]:

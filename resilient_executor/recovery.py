@@ -247,8 +247,8 @@ class Recovery:
             reservation = reserve(config, label=f"{config.name}-epoch-{new.epoch}")
             self.release()
             self._reservations.append(reservation)
-            wait_ready(reservation, config)
-        group = new.group = WorkerGroup(new.epoch, config)
+            wait_ready(reservation, config, self.stopping)
+        group = new.group = WorkerGroup(new.epoch, config, stopping=self.stopping)
         with self._phase("spawn", incident):
             group.spawn(reservation)
             group.describe(deadline)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class WorkerGroup:
     assignments: list[RankAssignment] = field(default_factory=list)
     #: Set by another thread (a conviction, a shutdown) to end the building of this group; says why.
     abandoned: str = ""
+    #: Set when the executor is being shut down.
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def spawn(self, reservation: Reservation) -> None:
         """Create one actor in each bundle. Returns at once; :meth:`describe` waits for them."""
@@ -131,8 +134,9 @@ class WorkerGroup:
         """Wait for all. One failure ends the wait: its peers may wait for it in a collective, and never come back."""
         try:
             while True:
-                if self.abandoned:
-                    raise WorkerStartError(f"{phase}: {self.abandoned}", phase=phase)
+                if self.abandoned or self.stopping.is_set():
+                    why = self.abandoned or "the executor is being shut down"
+                    raise WorkerStartError(f"{phase}: {why}", phase=phase)
                 remaining = deadline - time.monotonic()
                 try:
                     return list(ray.get(list(references), timeout=max(0.0, min(remaining, _SLICE_S))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -309,9 +310,9 @@ def test_an_id_is_free_again_when_its_aborted_request_has_come_back() -> None:
     ],
 )
 def test_impossible_limits_are_refused(field_name: str, value: int) -> None:
-    limits = {"kv_capacity_tokens": 64, "max_batch_tokens": 8, "max_num_requests": 1, "max_model_len": 64}
-    with pytest.raises(InvalidConfiguration):
-        SchedulerConfig(**{**limits, field_name: value})
+    good = SchedulerConfig(kv_capacity_tokens=64, max_batch_tokens=8, max_num_requests=1, max_model_len=64)
+    with pytest.raises(InvalidConfiguration, match=str(value)):
+        dataclasses.replace(good, **{field_name: value})
 
 
 def test_the_pool_never_hands_out_more_than_it_has() -> None:
