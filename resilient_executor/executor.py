@@ -437,7 +437,7 @@ class ResilientExecutor:
         healthy = current is not None and current.served and not current.condemned
         if not healthy and current is not None and current.group is not None:
             # Whoever is in the middle of building it waits for its workers: that ends with them.
-            supervision.fence([info.process for info in current.group.infos])
+            supervision.fence(current.group.processes())
         self._overseer.stop(self._config.teardown_timeout_s)
         if current is not None and healthy:
             supervision.retire(current.epoch)

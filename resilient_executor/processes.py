@@ -22,6 +22,9 @@ _PIDFD_INFO: Final = struct.Struct("=QQ11Ii")
 _PIDFD_GET_INFO: Final = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT: Final = 1 << 3
 
+#: Start time of a process that has not said it itself: only Ray names its pid. Then it must at least be a Ray worker.
+UNKNOWN_START: Final = 0
+
 
 def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot, or None when there is no such process (or only its zombie)."""
@@ -45,6 +48,17 @@ def identify(pid: int, node_id: str) -> ProcessIdentity:
     return ProcessIdentity(pid, ticks, node_id)
 
 
+def _is(identity: ProcessIdentity) -> bool:
+    """Whether the process with this pid is still the one that is meant."""
+    ticks = start_ticks(identity.pid)
+    if identity.start_ticks != UNKNOWN_START:
+        return ticks == identity.start_ticks
+    if ticks is None:
+        return False
+    with open(f"/proc/{identity.pid}/cmdline", "rb") as title:
+        return title.read().startswith(b"ray::")
+
+
 class ProcessHandle:
     """A pidfd on one process of this machine. Close it, or use it as a context manager."""
 
@@ -56,7 +70,7 @@ class ProcessHandle:
         """
         self.identity = identity
         self.fd = os.pidfd_open(identity.pid)
-        if start_ticks(identity.pid) != identity.start_ticks:
+        if not _is(identity):
             os.close(self.fd)
             raise ProcessLookupError(f"process {identity.pid} has ended")
 

@@ -197,7 +197,7 @@ class Recovery:
                 old.pipeline.lose_inflight(self._config.teardown_timeout_s)
 
     def _fence(self, old: Generation, group: WorkerGroup) -> None:
-        ranks = {info.process: rank for rank, info in enumerate(group.infos)}
+        ranks = {process: rank for rank, process in enumerate(group.processes())}
         results = self._supervision.fence(list(ranks))
         known = {one.status.pid for one in old.exits}
         old.exits += [

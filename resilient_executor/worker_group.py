@@ -24,7 +24,8 @@ from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import RpcTimeout, WorkerStartError
 from resilient_executor.journal import JournalEntry
 from resilient_executor.placement import Reservation, worker_options
-from resilient_executor.protocol import Phase, RankAssignment, RpcEnvelope, WorkerException, WorkerInfo
+from resilient_executor.processes import UNKNOWN_START
+from resilient_executor.protocol import Phase, ProcessIdentity, RankAssignment, RpcEnvelope, WorkerException, WorkerInfo
 from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,21 @@ class WorkerGroup:
                 failure = failure or WorkerStartError(f"bundle {created_rank}: {error}", phase="spawn")
         if failure is not None:
             raise failure
+
+    def processes(self) -> list[ProcessIdentity]:
+        """Every process of the group: of those that have said who they are, in the order of ``infos``; then of those
+        that have not, as far as Ray knows their pid. Both must be gone before their devices are used again.
+        """
+        known = [info.process for info in self.infos]
+        described = {info.actor_id for info in self.infos}
+        for handle in self.handles:
+            if handle._actor_id.hex() in described:
+                continue
+            row = ray._private.state.actors(handle._actor_id.hex())
+            pid, node_id = row.get("Pid", 0), row.get("Address", {}).get("NodeID", "")
+            if pid and node_id and row.get("State") != "DEAD":
+                known.append(ProcessIdentity(pid, UNKNOWN_START, node_id))
+        return known
 
     def rank(self, driver_node_id: str, deadline: float) -> None:
         """Check the topology and give out ranks, local ranks and the meeting point.

@@ -6,6 +6,7 @@ import dataclasses
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -125,6 +126,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for event in self.scheduler.update(step, self.workers.run(step)):
             self.receive(event)
 
+    @rule(rounds=st.integers(2, 12))
+    def serve(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.schedule()
+            if self.in_flight:
+                self.complete()
+            self.limits_hold()
+
     def receive(self, event: TokenEvent) -> None:
         wanted = self.live[event.request_id]
         tokens = self.received[event.request_id]
@@ -177,18 +186,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(100 + 200 * len(self.live)):
-            self.schedule()
-            if self.in_flight:
-                self.complete()
-            self.limits_hold()
-            if not self.live and not self.in_flight:
-                break
+            self.serve(1)
         assert not self.live
         assert self.scheduler._pool.num_free == self.config.kv_capacity_tokens // BLOCK_TOKENS
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 def test_long_prompts_run_in_chunks_beside_running_requests() -> None:
@@ -299,20 +303,20 @@ def test_an_id_is_free_again_when_its_aborted_request_has_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field_name", "value"),
+    "limit",
     [
-        ("kv_capacity_tokens", 63),
-        ("max_batch_tokens", 0),
-        ("max_num_requests", 0),
-        ("max_model_len", 1),
-        ("max_concurrent_steps", 0),
-        ("max_lost_steps", 1),
+        {"kv_capacity_tokens": 63},
+        {"max_batch_tokens": 0},
+        {"max_num_requests": 0},
+        {"max_model_len": 1},
+        {"max_concurrent_steps": 0},
+        {"max_lost_steps": 1},
     ],
 )
-def test_impossible_limits_are_refused(field_name: str, value: int) -> None:
+def test_impossible_limits_are_refused(limit: dict[str, Any]) -> None:
     good = SchedulerConfig(kv_capacity_tokens=64, max_batch_tokens=8, max_num_requests=1, max_model_len=64)
-    with pytest.raises(InvalidConfiguration, match=str(value)):
-        dataclasses.replace(good, **{field_name: value})
+    with pytest.raises(InvalidConfiguration, match=str(*limit.values())):
+        dataclasses.replace(good, **limit)
 
 
 def test_the_pool_never_hands_out_more_than_it_has() -> None:
