@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from packaging.version import Version
 
+from resilient_executor import semaphores
 from resilient_executor.errors import DependencyError, PlacementError
 
 if TYPE_CHECKING:
@@ -83,8 +84,14 @@ def connect(config: ExecutorConfig) -> bool:
 def disconnect() -> None:
     """End the connection that :func:`connect` made; an embedded cluster ends with it."""
     import ray
+    from ray._private import worker
 
+    node = worker._global_node  # the embedded cluster; None where one was joined
+    raylets = node.all_processes.get("raylet", []) if node is not None else []
+    pids = [info.process.pid for info in raylets]
     ray.shutdown()
+    for pid in pids:
+        semaphores.remove_all(pid)
 
 
 class _OneLineOfOurs(logging.Filter):

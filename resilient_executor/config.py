@@ -86,8 +86,10 @@ class ExecutorConfig:
         transport: how tensors travel between stages.
         overlap_communication: lets the graph overlap its communication with computation (GPU only).
         max_inflight_steps: steps in the graph at once; None derives it from the pipeline's depth.
-        channel_buffer_bytes: first size of one channel buffer; a larger message resizes it, which is slow once. A node
-            needs ``buffers x channels`` of it in its object store.
+        stage_buffer_bytes: first size of one buffer between two stages; a larger message resizes it, once.
+            A node's object store must hold one for each rank and step in flight.
+        step_buffer_bytes: the same for requests and replies. Ray keeps those of dead epochs for as long as the driver
+            lives, so they are small.
         eager_graph: build the graph at start-up; False builds it at the first step.
 
         env_prefixes, env_names: which of the driver's environment variables workers get.
@@ -132,7 +134,8 @@ class ExecutorConfig:
     transport: Transport = Transport.AUTO
     overlap_communication: bool = False
     max_inflight_steps: int | None = None
-    channel_buffer_bytes: int = 1 << 20
+    stage_buffer_bytes: int = 1 << 20
+    step_buffer_bytes: int = 1 << 15
     eager_graph: bool = True
 
     env_prefixes: tuple[str, ...] = DEFAULT_ENV_PREFIXES
@@ -167,7 +170,13 @@ class ExecutorConfig:
         except ValueError:
             choices = ", ".join(repr(t.value) for t in Transport)
             raise ConfigError(f"transport must be one of {choices}, not {self.transport!r}") from None
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "start_attempts", "channel_buffer_bytes"):
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "start_attempts",
+            "stage_buffer_bytes",
+            "step_buffer_bytes",
+        ):
             self._check_int(name, at_least=1)
         self._check_int("max_restarts", at_least=0)
         if self.max_inflight_steps is not None:
@@ -184,8 +193,8 @@ class ExecutorConfig:
             )
         if self.backoff_max_s < self.backoff_initial_s:
             raise ConfigError("backoff_max_s must not be smaller than backoff_initial_s")
-        if self.channel_buffer_bytes < 1000:
-            raise ConfigError("channel_buffer_bytes must be at least 1000, Ray's own minimum")
+        if min(self.stage_buffer_bytes, self.step_buffer_bytes) < 1000:
+            raise ConfigError("stage_buffer_bytes and step_buffer_bytes must be at least 1000, Ray's own minimum")
 
     def _check_int(self, name: str, at_least: int) -> None:
         value = getattr(self, name)

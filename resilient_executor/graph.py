@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.dag import InputNode, MultiOutputNode
+from ray.dag import DAGContext, InputNode, MultiOutputNode
 
 from resilient_executor import ray_guard
 from resilient_executor.config import ExecutorConfig, Transport
@@ -50,12 +52,12 @@ class StepGraph:
                 if stage is not stages[-1] and transport is not Transport.SHM:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
-        self._dag: CompiledDAG | None = output.experimental_compile(
-            _submit_timeout=config.step_timeout_s,
-            _buffer_size_bytes=config.channel_buffer_bytes,
-            _max_inflight_executions=config.inflight_limit,
-            _overlap_gpu_communication=config.overlap_communication,
-        )
+        with buffer_size(config.step_buffer_bytes):
+            self._dag: CompiledDAG | None = output.experimental_compile(
+                _submit_timeout=config.step_timeout_s,
+                _max_inflight_executions=config.inflight_limit,
+                _overlap_gpu_communication=config.overlap_communication,
+            )
         # Register now as a reader of every output. Ray does it at the first read or at close(); by then the writer may
         # have died and taken the buffer with it, and the registration would abort this process (see ray_guard.py).
         for channel in self._dag.dag_output_channels:
@@ -100,6 +102,21 @@ class StepGraph:
         if thread.is_alive():
             logger.warning("the teardown of a compiled graph did not end within %g s; it is left behind", timeout_s)
         return not thread.is_alive()
+
+
+@contextmanager
+def buffer_size(size: int) -> Iterator[None]:
+    """Set the first size of the buffers that this process writes to, for one compilation.
+
+    ``experimental_compile(_buffer_size_bytes=...)`` does not do it: Ray 2.60 creates its channels without passing the
+    size on, and takes the process's default. Workers set theirs in ``WorkerActor.prepare_graph``.
+    """
+    context = DAGContext.get_current()
+    before, context.buffer_size_bytes = context.buffer_size_bytes, size
+    try:
+        yield
+    finally:
+        context.buffer_size_bytes = before
 
 
 def _tear_down(dag: CompiledDAG) -> None:

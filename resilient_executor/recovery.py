@@ -195,6 +195,10 @@ class Recovery:
             if old.pipeline is not None:
                 old.pipeline.condemn(incident)
                 old.pipeline.lose_inflight(self._config.teardown_timeout_s)
+        if group is not None:
+            # In a rebuild nobody waits for this; at the end, whatever is left now stays.
+            wait_s = 0.0 if incident is not None else self._config.teardown_timeout_s
+            self._supervision.forget([info.process for info in group.infos], wait_s)
 
     def _fence(self, old: Generation, group: WorkerGroup) -> None:
         ranks = {process: rank for rank, process in enumerate(group.processes())}
@@ -209,7 +213,6 @@ class Recovery:
                 f"ranks {alive} of epoch {old.epoch} could not be proven gone within "
                 f"{self._config.fence_timeout_s:g} s (fence_timeout_s)"
             )
-        self._supervision.forget(list(ranks))
 
     def _first_cause(self, old: Generation, incident: Incident) -> Cause:
         infos = old.group.infos if old.group is not None else []
@@ -275,7 +278,7 @@ class Recovery:
         group = new.group
         assert group is not None
         with self._phase("compile", incident):
-            group.set_phase(Phase.COMPILING, deadline)
+            group.prepare_graph(deadline)
             new.graph = StepGraph(group.handles, self._config)
             new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge)
         with self._phase("warm_up", incident):

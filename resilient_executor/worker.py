@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+from ray.dag import DAGContext
 
 from resilient_executor import environment, processes, protocol, ray_guard
 from resilient_executor.errors import StateError
@@ -114,6 +115,14 @@ class WorkerActor:
     def set_phase(self, phase: Phase) -> None:
         """Tell the supervisor, with the next heartbeat, what this worker is busy with."""
         self._phase = phase
+
+    def prepare_graph(self, buffer_bytes: int) -> None:
+        """Set the first size of the buffers that this worker writes to; the graph is compiled next.
+
+        See ``graph.buffer_size`` for why it is set here.
+        """
+        self._phase = Phase.COMPILING
+        DAGContext.get_current().buffer_size_bytes = buffer_bytes
 
     def shut_down(self) -> None:
         """Let the engine's worker put its things in order; its errors are logged, since its process ends anyway."""

@@ -138,6 +138,21 @@ class WorkerGroup:
         """
         self._all("load", [handle.load_model.remote() for handle in self.handles], deadline)
 
+    def prepare_graph(self, deadline: float) -> None:
+        """Have the workers ready for the compilation of their graph.
+
+        Raises:
+            WorkerStartError: a process died.
+        """
+        last = self.config.output_rank
+        sizes = [
+            self.config.step_buffer_bytes if rank >= last else self.config.stage_buffer_bytes
+            for rank in range(len(self.handles))
+        ]
+        self._all(
+            "compile", [h.prepare_graph.remote(size) for h, size in zip(self.handles, sizes, strict=True)], deadline
+        )
+
     def set_phase(self, phase: Phase, deadline: float) -> None:
         """Tell the workers which phase they are in, for their heartbeats.
 

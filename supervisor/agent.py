@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import ray
 
+from resilient_executor import semaphores
 from resilient_executor.processes import ProcessHandle, identify
 from resilient_executor.protocol import ExitStatus, ProcessIdentity
 
@@ -108,8 +109,9 @@ class NodeAgent:
         return Fenced(process, gone=status is not None, exit=status if own else None)
 
     async def forget(self, processes: Sequence[ProcessIdentity]) -> None:
-        """Drop what is known of processes that are gone: their epoch has been told and buried."""
+        """Drop what is known of processes that are gone, and what they have left: their epoch is buried."""
         for process in processes:
             if process in self._exits:
                 del self._exits[process]
                 self._fenced.discard(process)
+        await asyncio.get_running_loop().run_in_executor(None, semaphores.sweep, os.getppid())  # its parent: the raylet

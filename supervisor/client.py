@@ -196,10 +196,12 @@ class Supervision:
         """Have one process killed without waiting for it; :meth:`fence` proves it later."""
         self._agent(process.node_id).fence.remote([process], self._config.fence_timeout_s)
 
-    def forget(self, processes: Sequence[ProcessIdentity]) -> None:
-        """Let the agents drop what they know of a buried epoch."""
-        for agent in list(self._agents.values()):
-            agent.forget.remote(list(processes))
+    def forget(self, processes: Sequence[ProcessIdentity], timeout_s: float = 0.0) -> None:
+        """Let the agents drop what they know of a buried epoch, and remove what it has left in shared memory."""
+        with self._lock:
+            references = [agent.forget.remote(list(processes)) for agent in self._agents.values()]
+        if timeout_s > 0 and references:
+            ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
     def _ask_agent(self, node_id: str, method: str, *args: Any) -> Any:
         """Call an agent; a dead one is replaced once. None when the node gives no answer."""

@@ -179,6 +179,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(held) == len(set(held))
         assert len(held) + self.scheduler._pool.num_free == self.config.kv_capacity_tokens // BLOCK_TOKENS
         assert len(running) <= self.config.max_num_requests
+        arrivals = [r.arrival for r in (*running, *self.scheduler._waiting)]
+        assert arrivals == sorted(arrivals), "served in order of arrival"
         assert self.scheduler.num_live == len(self.live)
 
     def teardown(self) -> None:

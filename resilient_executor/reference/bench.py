@@ -1,0 +1,358 @@
+"""The benchmark: what the executor costs, how fast it sees a death, and how long a death is felt.
+
+One command prints a table and writes JSON. Everything is measured here and now, on an embedded Ray; what is compared is
+measured in one run, in turns, because a shared machine is never the same for two runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.dag import InputNode, MultiOutputNode
+from rich.console import Console
+from rich.table import Table
+
+from resilient_executor import (
+    ExecutorConfig,
+    ExecutorUnhealthy,
+    ResilientExecutor,
+    ResilientExecutorError,
+    RpcPolicy,
+    StepLost,
+    WorkerSpec,
+)
+from resilient_executor.reference import WORKER, ReferenceEngine, SamplingParams
+
+#: Calls of the reference engine that new workers must get again.
+JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
+_TP: Final = 2
+_PP: Final = 2
+
+
+class EchoWorker:
+    """Does nothing, so that what is left is the executor's."""
+
+    def __init__(self, assignment: Any) -> None:
+        self.rank = assignment.rank
+
+    def init_device(self) -> None:
+        """Nothing to select."""
+
+    def load_model(self) -> None:
+        """Nothing to load."""
+
+    def execute_stage(self, scheduler_output: Any, grammar_output: Any, intermediate: Any) -> Any:
+        """Sleep if told to, and echo."""
+        if isinstance(scheduler_output, float):
+            time.sleep(scheduler_output)
+        return scheduler_output
+
+    def nothing(self) -> None:
+        """An RPC without work."""
+
+
+def config_for(worker: WorkerSpec, **settings: Any) -> ExecutorConfig:
+    """PP=2 x TP=2 on an embedded Ray, with a budget that the benchmark cannot spend."""
+    defaults: dict[str, Any] = {
+        "tensor_parallel_size": _TP,
+        "pipeline_parallel_size": _PP,
+        "address": "local",
+        "max_restarts": 100_000,
+        "backoff_initial_s": 0.001,
+        "backoff_max_s": 0.001,
+    }
+    return ExecutorConfig(worker=worker, **{**defaults, **settings})
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile by the nearest rank: of 30 values, p99 is the largest."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+# -- the cost of a step and of a call ---------------------------------------------------------------------------------
+
+
+def _echo(_: Any, value: Any) -> Any:
+    return value
+
+
+@contextmanager
+def raw_graph(executor: ResilientExecutor) -> Iterator[Callable[[Any], Any]]:
+    """Ray's compiled graph alone, in the same shape, over the same actors.
+
+    An actor can be in one graph at a time, so the executor's own is taken down first; :func:`own_graph` builds it anew.
+    """
+    generation = executor._lifecycle.serving
+    assert generation is not None
+    assert generation.group is not None
+    if generation.graph is not None:
+        generation.graph.tear_down(10.0)
+    handles = generation.group.handles
+    with InputNode() as request:
+        values: list[Any] = [request] * _TP
+        for stage in range(_PP):
+            stage_handles = handles[stage * _TP : (stage + 1) * _TP]
+            values = [h.__ray_call__.bind(_echo, v) for h, v in zip(stage_handles, values, strict=True)]
+        dag = MultiOutputNode(values).experimental_compile(_max_inflight_executions=_PP + 1)
+
+    def step(value: Any) -> Any:
+        outputs = [reference.get(timeout=30) for reference in dag.execute((value, None))]
+        return outputs[0]
+
+    try:
+        step(0)
+        yield step
+    finally:
+        dag.teardown()
+
+
+@contextmanager
+def own_graph(executor: ResilientExecutor) -> Iterator[Callable[[Any], Any]]:
+    """The executor's steps, over a graph compiled anew."""
+    generation = executor._lifecycle.serving
+    recovery = executor._recovery
+    assert generation is not None
+    assert recovery is not None
+    recovery.compile(generation, executor._overseer, None, time.monotonic() + 60)
+
+    def step(value: Any) -> Any:
+        executor.execute_model(value)
+        return executor.sample_tokens(None)
+
+    yield step
+
+
+def measure_step(rounds: int, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Median step of either kind in turns; the ratio of each round, its median and its spread."""
+    ratios, raw_us, own_us, rpc_us, actor_us = [], [], [], [], []
+    with ResilientExecutor(config_for(WorkerSpec(EchoWorker))) as executor:
+        for number in range(rounds):
+            with raw_graph(executor) as step:
+                raw = _median_us(step, steps)
+            with own_graph(executor) as step:
+                own = _median_us(step, steps)
+            raw_us.append(raw)
+            own_us.append(own)
+            ratios.append(own / raw)
+            progress(f"step, round {number + 1} of {rounds}: raw graph {raw:.0f} us, executor {own:.0f} us")
+        generation = executor._lifecycle.serving
+        assert generation is not None
+        assert generation.group is not None
+        handles = generation.group.handles
+        for _ in range(rounds):
+            actor_us.append(_median_us(lambda _: ray.get([h.free_port.remote() for h in handles]), 50))
+            rpc_us.append(_median_us(lambda _: executor.collective_rpc("nothing"), 50))
+    return {
+        "step_raw_us": statistics.median(raw_us),
+        "step_executor_us": statistics.median(own_us),
+        "step_overhead_ratio": statistics.median(ratios),
+        "step_overhead_ratio_min": min(ratios),
+        "step_overhead_ratio_max": max(ratios),
+        "rpc_us": statistics.median(rpc_us),
+        "rpc_raw_actor_calls_us": statistics.median(actor_us),
+    }
+
+
+def _median_us(step: Callable[[Any], Any], steps: int) -> float:
+    for value in range(steps // 10):
+        step(value)
+    samples = []
+    for value in range(steps):
+        began = time.perf_counter()
+        step(value)
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples) * 1e6
+
+
+# -- how fast a death is seen -----------------------------------------------------------------------------------------
+
+
+def measure_detection(kills: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Kill a worker of an idle executor, then one in the middle of a step, ``kills`` times each."""
+    idle, inflight = [], []
+    with ResilientExecutor(config_for(WorkerSpec(EchoWorker))) as executor:
+        for number in range(kills):
+            rank = number % (_TP * _PP)
+            _await_healthy(executor)
+            began = _kill(executor, rank)
+            while True:
+                try:
+                    executor.check_health()
+                except ExecutorUnhealthy:
+                    break
+            idle.append(time.monotonic() - began)
+            _await_healthy(executor)
+            _run_through(executor)
+            executor.execute_model(1.0)
+            future: Future[Any] = executor.sample_tokens(None, non_block=True)
+            time.sleep(0.05)
+            began = _kill(executor, rank)
+            try:
+                future.result()
+            except StepLost:
+                inflight.append(time.monotonic() - began)
+            else:
+                raise RuntimeError(f"a step of 1 s survived the death of rank {rank}")
+            progress(
+                f"kill {number + 1} of {kills}: rank {rank}, idle {idle[-1] * 1e3:.0f} ms, in flight "
+                f"{inflight[-1] * 1e3:.0f} ms"
+            )
+    return {
+        "kills_each": kills,
+        "detect_idle_p50_s": statistics.median(idle),
+        "detect_idle_p99_s": quantile(idle, 0.99),
+        "detect_inflight_p50_s": statistics.median(inflight),
+        "detect_inflight_p99_s": quantile(inflight, 0.99),
+    }
+
+
+def _kill(executor: ResilientExecutor, rank: int) -> float:
+    began = time.monotonic()
+    os.kill(executor.workers[rank].process.pid, signal.SIGKILL)
+    return began
+
+
+def _await_healthy(executor: ResilientExecutor) -> None:
+    executor._lifecycle.await_serving(120.0)
+    executor.check_health()
+
+
+def _run_through(executor: ResilientExecutor) -> None:
+    """Let the engine's side learn of the loss, if it has not yet."""
+    for _ in range(2):
+        try:
+            executor.execute_model(0)
+            executor.sample_tokens(None)
+            return
+        except StepLost:
+            continue
+
+
+# -- how long a death is felt -----------------------------------------------------------------------------------------
+
+
+def measure_outage(kills: int, starts: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Cold starts of the reference workers, and deaths under their engine, in turns."""
+    cold, outages = [], []
+    phases: dict[str, list[float]] = {}
+    start_phases: dict[str, list[float]] = {}
+    for start in range(starts):
+        with ResilientExecutor(config_for(WorkerSpec(WORKER), rpc_policies=JOURNALLED)) as executor:
+            cold.append(sum(executor.start_phases.values()))
+            for name, seconds in executor.start_phases.items():
+                start_phases.setdefault(name, []).append(seconds)
+            progress(f"cold start {start + 1} of {starts}: {cold[-1]:.2f} s")
+            engine = ReferenceEngine(executor)
+            for number in range(kills // starts):
+                outages.append(_outage(executor, engine, rank=number % (_TP * _PP)))
+                for name, seconds in executor.incidents[-1].phases.items():
+                    phases.setdefault(name, []).append(seconds)
+                progress(f"outage {len(outages)} of {kills}: {outages[-1]:.2f} s, death to next token")
+    cold_s, outage_s = statistics.median(cold), statistics.median(outages)
+    return {
+        "cold_start_s": cold_s,
+        "cold_start_phases_s": {name: statistics.median(values) for name, values in start_phases.items()},
+        "outage_p50_s": outage_s,
+        "outage_max_s": max(outages),
+        "outage_over_cold_start": outage_s / cold_s,
+        "outage_phases_s": {name: statistics.median(values) for name, values in phases.items()},
+    }
+
+
+def _outage(executor: ResilientExecutor, engine: ReferenceEngine, rank: int) -> float:
+    """Seconds from the kill of a serving worker to the next token that reaches the engine's caller."""
+    engine.add_request("It was a fine evening, and", SamplingParams(max_tokens=200, ignore_eos=True))
+    killed: float | None = None
+    epoch = executor.epoch
+    took: float | None = None
+    for tokens, event in enumerate(engine.stream(), start=1):
+        if event.error is not None:
+            raise event.error
+        if tokens == 20:
+            killed = _kill(executor, rank)
+        if killed is not None and took is None and executor.epoch > epoch:
+            took = time.monotonic() - killed
+            engine.abort(event.request_id)
+    if took is None:
+        raise RuntimeError("the kill was not felt: the request ended before it")
+    return took
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run everything, print the table, write the JSON file."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/bench.json"), help="result file (default: %(default)s)"
+    )
+    parser.add_argument("--kills", type=int, default=30, help="kills, idle and in flight each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of raw graph and executor (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps in one round of either (default: %(default)s)")
+    parser.add_argument("--starts", type=int, default=3, help="cold starts (default: %(default)s)")
+    parser.add_argument("--outages", type=int, default=9, help="deaths under the engine (default: %(default)s)")
+    options = parser.parse_args(argv)
+    if min(options.kills, options.rounds, options.starts) < 1 or options.outages < options.starts or options.steps < 10:
+        parser.error("counts must be at least 1, --steps at least 10, and --outages at least --starts")
+    console = Console()
+
+    def progress(text: str) -> None:
+        console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False)
+
+    began = time.monotonic()
+    try:
+        results: dict[str, Any] = {
+            **measure_step(options.rounds, options.steps, progress),
+            **measure_detection(options.kills, progress),
+            **measure_outage(options.outages, options.starts, progress),
+        }
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    except ResilientExecutorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    results |= {
+        "python": platform.python_version(),
+        "ray": ray.__version__,
+        "cores": os.cpu_count(),
+        "load_average_1m": os.getloadavg()[0],
+        "took_s": time.monotonic() - began,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=2) + "\n")
+    console.print(_table(results))
+    console.print(f"written to {options.json}")
+    return 0
+
+
+def _table(results: dict[str, Any]) -> Table:
+    table = Table(title="Reference executor, PP=2 x TP=2")
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    for key, value in results.items():
+        if isinstance(value, dict):
+            for name, part in value.items():
+                table.add_row(f"{key}: {name}", f"{part:.3f}")
+        else:
+            table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

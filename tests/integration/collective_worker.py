@@ -1,0 +1,51 @@
+"""A worker whose steps meet in a real gloo all-reduce, so that a missing peer is felt as it is in a model."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+from resilient_executor.protocol import RankAssignment
+
+
+class CollectiveWorker:
+    """Every step sums ``value`` over the ranks, in the order and at the places that the step's commands say.
+
+    Commands: ``value`` (int); ``raise_before`` / ``raise_after`` (ranks that raise before or after the all-reduce);
+    ``die_before`` (rank -> seconds until it kills itself, instead of entering the all-reduce).
+    """
+
+    def __init__(self, assignment: RankAssignment) -> None:
+        self.assignment = assignment
+
+    def init_device(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo",
+            init_method=self.assignment.distributed_init_method,
+            rank=self.assignment.rank,
+            world_size=self.assignment.world_size,
+            timeout=timedelta(seconds=60),
+        )
+
+    def load_model(self) -> None:
+        pass
+
+    def execute_stage(self, scheduler_output: Any, grammar_output: Any, intermediate: Any) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        rank = self.assignment.rank
+        if rank in scheduler_output.get("raise_before", ()):
+            raise ValueError(f"rank {rank} raised before")
+        if rank in (dying := scheduler_output.get("die_before", {})):
+            time.sleep(dying[rank])
+            os.kill(os.getpid(), 9)
+        total = torch.tensor([scheduler_output["value"] * (rank + 1)])
+        dist.all_reduce(total)
+        if rank in scheduler_output.get("raise_after", ()):
+            raise ValueError(f"rank {rank} raised after")
+        return int(total)

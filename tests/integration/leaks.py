@@ -1,0 +1,103 @@
+"""What an executor can leave behind, and the proof that it has not."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+import ray
+
+#: What Ray calls the processes of this package's actors.
+ACTORS = ("ray::WorkerActor", "ray::SupervisorActor", "ray::NodeAgent")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Things that exist now, by kind; each a set of texts."""
+
+    placement_groups: frozenset[str] = field(default_factory=frozenset)
+    actors: frozenset[str] = field(default_factory=frozenset)
+    processes: frozenset[str] = field(default_factory=frozenset)
+    threads: frozenset[str] = field(default_factory=frozenset)
+    shared_memory: frozenset[str] = field(default_factory=frozenset)
+
+    def beyond(self, before: Holdings) -> dict[str, list[str]]:
+        """What is here and was not there before."""
+        new = {name: sorted(getattr(self, name) - getattr(before, name)) for name in self.__dataclass_fields__}
+        return {name: things for name, things in new.items() if things}
+
+
+def holdings() -> Holdings:
+    """Everything that an executor of this process could have made."""
+    return Holdings(
+        placement_groups() if ray.is_initialized() else frozenset(),
+        actors() if ray.is_initialized() else frozenset(),
+        actor_processes(psutil.Process()),
+        frozenset(f"{t.ident} {t.name}" for t in threading.enumerate() if t.name.startswith("resilient-executor")),
+        shared_memory(),
+    )
+
+
+def placement_groups() -> frozenset[str]:
+    table = ray.util.placement_group_table()
+    return frozenset(f"{key} {row['name']} {row['state']}" for key, row in table.items() if row["state"] != "REMOVED")
+
+
+def actors() -> frozenset[str]:
+    """Actors of the whole cluster that are not dead, whichever driver made them."""
+    from ray._private import state
+
+    return frozenset(
+        f"{key} {row['ActorClassName']} {row['State']}" for key, row in state.actors().items() if row["State"] != "DEAD"
+    )
+
+
+def shared_memory() -> frozenset[str]:
+    """Files in shared memory, without semaphores: each raylet keeps those of its graphs for as long as it lives."""
+    return frozenset(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
+
+
+def semaphores(raylet: int) -> frozenset[str]:
+    """Semaphores of the graphs of one raylet."""
+    return frozenset(n for n in os.listdir("/dev/shm") if n.startswith((f"sem.hdr{raylet}-", f"sem.obj{raylet}-")))
+
+
+def actor_processes(root: psutil.Process) -> frozenset[str]:
+    """Processes under ``root`` that run one of this package's actors."""
+    found = set()
+    for process in root.children(recursive=True):
+        try:
+            title = process.cmdline()[0]
+        except (psutil.NoSuchProcess, IndexError):  # gone, or a zombie
+            continue
+        found |= {f"{process.pid} {name}" for name in ACTORS if title.startswith(name)}
+    return frozenset(found)
+
+
+@contextmanager
+def nothing_left(timeout_s: float = 10.0) -> Iterator[None]:
+    """Fail unless everything that came into being inside is gone ``timeout_s`` after the end."""
+    before = holdings()
+    yield
+    deadline = time.monotonic() + timeout_s
+    while left := holdings().beyond(before):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"left behind: {left}")
+        time.sleep(0.05)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of ``pids`` whose process still exists; a zombie is dead."""
+    present = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                present.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return present

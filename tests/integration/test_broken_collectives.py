@@ -1,0 +1,123 @@
+"""What a collective does to a fault: hides the first cause (F35), hangs the peers (F36), meets the wrong step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import collective_worker
+import pytest
+from collective_worker import CollectiveWorker
+
+from resilient_executor import CauseKind, ExecutorConfig, ResilientExecutor, StepLost, WorkerSpec
+
+cloudpickle.register_pickle_by_value(collective_worker)
+SUM = 1 + 2
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ResilientExecutor]:
+    config = ExecutorConfig(
+        worker=WorkerSpec(CollectiveWorker),
+        tensor_parallel_size=2,
+        address="local",
+        settle_timeout_s=1.0,
+        max_restarts=100,
+        backoff_initial_s=0.01,
+        backoff_max_s=0.01,
+    )
+    with ResilientExecutor(config) as running:
+        yield running
+
+
+def step(executor: ResilientExecutor, non_block: bool = False, **commands: Any) -> Any:
+    executor.execute_model({"value": 1, **commands})
+    return executor.sample_tokens(None, non_block=non_block)
+
+
+def step_after_loss(executor: ResilientExecutor) -> Any:
+    """The first step after a rebuild, for an engine that may not know of the loss yet."""
+    try:
+        return step(executor)
+    except StepLost:
+        return step(executor)
+
+
+@pytest.mark.timeout(180)
+def test_a_death_inside_a_collective_is_the_first_cause_not_its_broken_connection(executor: ResilientExecutor) -> None:
+    """F35, F11: rank 0 waits in the all-reduce and sees "connection closed by peer" before anybody knows of the death."""
+    for delay in (0.05, 0.3, 0.0):
+        assert step_after_loss(executor) == SUM
+        epoch = executor.epoch
+        with pytest.raises(StepLost) as lost:
+            step(executor, die_before={1: delay})
+        assert lost.value.epoch == epoch
+        assert step(executor) == SUM
+        incident = executor.incidents[-1]
+        assert incident.epoch == epoch
+        assert incident.cause is not None
+        assert incident.cause.kind is CauseKind.PROCESS_EXIT
+        assert (incident.cause.rank, incident.cause.signal) == (1, signal.SIGKILL)
+        assert "step" in incident.cause.doing
+
+
+def test_peers_that_wait_for_a_rank_that_raised_are_rebuilt_before_the_next_step(executor: ResilientExecutor) -> None:
+    """F36, F9: the caller gets the exception at once, although it is not the output rank's; the next step works."""
+    assert step_after_loss(executor) == SUM
+    epoch = executor.epoch
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 raised before") as raised:
+        step(executor, raise_before=[1])
+    assert time.monotonic() - began < 1.0
+    notes: list[str] = raised.value.__dict__["__notes__"]
+    assert any("raised by rank 1" in note and "execute_stage" in note for note in notes)
+    assert step_after_loss(executor) == SUM
+    assert executor.epoch == epoch + 1
+    cause = executor.incidents[-1].cause
+    assert cause is not None
+    assert cause.kind is CauseKind.STALLED
+    assert "ranks [0] did not come out of step" in cause.text
+
+
+def test_an_exception_that_every_rank_raises_changes_nothing(executor: ResilientExecutor) -> None:
+    """F16: also with a later step in flight behind it."""
+    assert step_after_loss(executor) == SUM
+    epoch = executor.epoch
+    for _ in range(3):
+        failing = step(executor, non_block=True, raise_before=[0, 1])
+        following = step(executor, non_block=True, value=5)
+        with pytest.raises(ValueError, match="raised before"):
+            failing.result()
+        assert following.result() == 5 * SUM
+    assert executor.epoch == epoch
+
+
+def test_an_exception_after_the_collectives_needs_no_rebuild(executor: ResilientExecutor) -> None:
+    assert step_after_loss(executor) == SUM
+    epoch = executor.epoch
+    with pytest.raises(ValueError, match="rank 0 raised after"):
+        step(executor, raise_after=[0])
+    assert step(executor) == SUM
+    assert executor.epoch == epoch
+
+
+def test_a_step_whose_collective_may_have_met_the_wrong_step_is_never_believed(executor: ResilientExecutor) -> None:
+    """Rank 1 raises in a step, and goes on to the next one in flight, where it meets rank 0, which is still in the first.
+
+    The sums then come out wrong (1*1 + 2*1000 instead of 1 + 2, or 3000), with no error anywhere.
+    """
+    for _ in range(2):
+        assert step_after_loss(executor) == SUM
+        epoch = executor.epoch
+        failing = step(executor, non_block=True, raise_before=[1])
+        following = step(executor, non_block=True, value=1000)
+        with pytest.raises(ValueError, match="rank 1 raised before"):
+            failing.result()
+        with pytest.raises(StepLost) as lost:
+            following.result()
+        assert lost.value.epoch == epoch
+        assert step(executor) == SUM
+        assert executor.epoch == epoch + 1
