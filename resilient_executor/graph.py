@@ -12,10 +12,11 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
+from ray.exceptions import RayTaskError
 
 from resilient_executor import ray_guard
 from resilient_executor.config import ExecutorConfig, Transport
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from ray.experimental.compiled_dag_ref import CompiledDAGRef
 
 logger = logging.getLogger(__name__)
+
+#: For what has been read already, in seconds.
+_CACHED_S: Final = 5.0
 
 
 class StepGraph:
@@ -79,9 +83,29 @@ class StepGraph:
             ray.exceptions.RayTaskError: a rank raised; arrives without waiting for its peers.
             ray.exceptions.RayError: a worker died, the graph was torn down, or ``step_timeout_s`` has passed.
         """
-        # The first get reads all channels, the others take what it has read. All of them must be looked at: the error
-        # may be in any.
-        return [reference.get(timeout=self.timeout_s) for reference in references]
+        # The first get reads all channels, the others take what it has read. All of them must be taken: the error may
+        # be in any, and Ray keeps what is not taken until its buffer is full.
+        replies: list[bytes] = []
+        error: RayTaskError | None = None
+        for number, reference in enumerate(references):
+            try:
+                replies.append(reference.get(timeout=self.timeout_s if number == 0 else _CACHED_S))
+            except RayTaskError as raised:
+                error = error or raised
+            except Exception:
+                self.discard(references)
+                raise
+        if error is not None:
+            raise error
+        return replies
+
+    def discard(self, references: list[CompiledDAGRef]) -> None:
+        """Drop references to steps of a dying graph.
+
+        Their finaliser would read the channels to empty them, wait for what never comes, and print what it then raises.
+        """
+        for reference in references:
+            reference._ray_get_called = True
 
     def tear_down(self, timeout_s: float) -> bool:
         """Close the channels and end the workers' loops; whoever waits in :meth:`fetch` is released.

@@ -261,6 +261,7 @@ class StepPipeline:
     def _lose_all(self) -> None:
         while self._inflight:
             step = self._inflight.popleft()
+            self._graph.discard(step.references)
             step.references = None
             step.error = StepLost(self.epoch, step.step_id, self.incident)
             _finish(step)

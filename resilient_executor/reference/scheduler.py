@@ -16,6 +16,7 @@ Rules:
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Scheduler:
         self.config = config
         self._pool = BlockPool(config.kv_capacity_tokens // BLOCK_TOKENS)
         self._requests: dict[str, Request] = {}  # every live request
-        self._waiting: deque[Request] = deque()  # in order of arrival; hold no blocks
+        self._waiting: list[Request] = []  # in order of arrival; hold no blocks
         self._running: list[Request] = []  # in order of arrival
         self._in_flight: deque[SchedulerOutput] = deque()
         self._released: list[str] = []
@@ -207,7 +208,8 @@ class Scheduler:
             request.blocks = []
             request.num_computed = 0
             request.in_flight = False
-        self._waiting.extendleft(reversed(again))  # all of them arrived before those that wait
+        for request in again:
+            _insert(self._waiting, request)
         self._running.clear()
         self._in_flight.clear()
         self._released.clear()  # the new workers' caches are empty
@@ -253,8 +255,8 @@ class Scheduler:
             fits = blocks_for(request.num_tokens + 1) <= self._pool.num_free
             if not fits or len(self._running) >= self.config.max_num_requests:
                 return
-            self._waiting.popleft()
-            self._running.append(request)
+            self._waiting.remove(request)
+            _insert(self._running, request)
             count = min(request.num_pending, budget)
             self._make_room(request, count, set())
             scheduled.append(self._place(request, count))
@@ -264,8 +266,7 @@ class Scheduler:
         """Run ``suspect`` with nothing beside it; older ones that hold blocks keep them unless they are needed."""
         if suspect in self._waiting:
             self._waiting.remove(suspect)
-            self._running.append(suspect)
-            self._running.sort(key=lambda request: request.arrival)
+            _insert(self._running, suspect)
         count = min(suspect.num_pending, self.config.max_batch_tokens)
         if self._make_room(suspect, count, set(), newer_only=False):
             scheduled.append(self._place(suspect, count))
@@ -326,10 +327,10 @@ class Scheduler:
         return TokenEvent(request.request_id, len(request.output) - 1, token, finish_reason=reason)
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of the newest running request; by arrival its place is the head of the queue."""
+        """Take a running request's blocks; it waits again, in its place by arrival."""
         self._leave(request)
         request.num_computed = 0
-        self._waiting.appendleft(request)
+        _insert(self._waiting, request)
 
     def _leave(self, request: Request) -> None:
         """Take ``request`` out of the running ones and its blocks back."""
@@ -337,3 +338,7 @@ class Scheduler:
         self._pool.free(request.blocks)
         request.blocks = []
         self._released.append(request.request_id)
+
+
+def _insert(queue: list[Request], request: Request) -> None:
+    bisect.insort(queue, request, key=lambda other: other.arrival)

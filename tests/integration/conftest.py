@@ -16,15 +16,15 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[str]:
-    """The address of an embedded Ray of this process, with fake GPUs and TPUs, that executors join."""
+    """The address of an embedded Ray of this process, with fake accelerators, that executors join."""
     with pytest.MonkeyPatch.context() as patch:
         # Workers import probe_worker by name; Ray hands them only the driver's script folder and working directory.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")])))
         context = ray.init(
             address="local",
             num_cpus=32,
-            num_gpus=4,
-            resources={"XPU": 4},
+            num_gpus=12,
+            resources={"NPU": 4, "XPU": 4},
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=512 << 20,

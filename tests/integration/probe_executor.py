@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import leaks
 from probe_worker import ProbeWorker
 
-from resilient_executor import ExecutorConfig, ExecutorState, ResilientExecutor, WorkerSpec
+from resilient_executor import ExecutorConfig, ExecutorState, ResilientExecutor, StepLost, WorkerSpec
 
 _numbers = itertools.count()
 
@@ -63,4 +63,24 @@ def await_epoch(executor: ResilientExecutor, epoch: int, timeout_s: float = 60.0
     deadline = time.monotonic() + timeout_s
     while executor.epoch < epoch or executor.state is not ExecutorState.HEALTHY:
         assert time.monotonic() < deadline, f"epoch {executor.epoch}, state {executor.state}: {executor.incidents}"
+        time.sleep(0.02)
+
+
+def run_step(executor: ResilientExecutor, command: Any) -> Any:
+    """A step as an engine runs it: one that was lost is made again, once."""
+    for attempt in (1, 2):
+        try:
+            executor.execute_model(command)
+            return executor.sample_tokens(None)
+        except StepLost:
+            if attempt == 2:
+                raise
+    raise AssertionError
+
+
+def within(seconds: float, condition: Callable[[], object], what: str) -> None:
+    """Wait until ``condition`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.02)

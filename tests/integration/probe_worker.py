@@ -53,6 +53,8 @@ class ProbeWorker:
         fail_once: a path. The constructor raises for the first rank that finds nothing there, and makes it.
         fail_while: a path. The constructor raises while something is there.
         start_s: how long the constructor takes.
+        slow_while: a path. The constructor takes a minute while something is there.
+        farewell: a path where ``shutdown`` leaves a file with the rank as its suffix.
         mark: a path where the constructor leaves a file as soon as it begins.
         extra: kept for :meth:`who`.
     """
@@ -64,17 +66,20 @@ class ProbeWorker:
         fail_once: str = "",
         fail_while: str = "",
         start_s: float = 0.0,
+        slow_while: str = "",
+        farewell: str = "",
         mark: str = "",
         extra: Any = None,
     ) -> None:
         self.assignment = assignment
         self.extra = extra
+        self.farewell = farewell
         self.history = ["init_worker"]
         self.steps: deque[Any] = deque(maxlen=20)
         self.at_start = dict(os.environ)
         if mark:
             Path(f"{mark}.{os.getpid()}").touch()
-        time.sleep(start_s)
+        time.sleep(60.0 if slow_while and Path(slow_while).exists() else start_s)
         if fail_while and Path(fail_while).exists():
             raise ProbeError(assignment.rank, "the constructor was told to fail")
         if fail_once:
@@ -129,6 +134,10 @@ class ProbeWorker:
         else:
             raise ValueError(f"no such action: {name}")
         return result
+
+    def shutdown(self) -> None:
+        if self.farewell:
+            Path(f"{self.farewell}.{self.assignment.rank}").touch()
 
     # -- called by collective RPC -----------------------------------------------------------------------------------
 

@@ -86,13 +86,18 @@ def test_an_exception_that_every_rank_raises_changes_nothing(executor: Resilient
     """F16: also with a later step in flight behind it."""
     assert step_after_loss(executor) == SUM
     epoch = executor.epoch
-    for _ in range(3):
+    for _ in range(5):
         failing = step(executor, non_block=True, raise_before=[0, 1])
         following = step(executor, non_block=True, value=5)
         with pytest.raises(ValueError, match="raised before"):
             failing.result()
         assert following.result() == 5 * SUM
     assert executor.epoch == epoch
+    serving = executor._lifecycle.serving
+    assert serving is not None
+    assert serving.graph is not None
+    assert serving.graph._dag is not None
+    assert not serving.graph._dag._result_buffer, "Ray refuses work when 1000 results have not been taken"
 
 
 def test_an_exception_after_the_collectives_needs_no_rebuild(executor: ResilientExecutor) -> None:

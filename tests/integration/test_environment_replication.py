@@ -8,6 +8,8 @@ import signal
 import pytest
 from probe_executor import ExecutorFactory, await_epoch
 
+from resilient_executor.config import DEFAULT_ENV_EXCLUDE
+
 NAMES = [
     "OTEL_PROBE",
     "PROBE_NAMED",
@@ -30,9 +32,9 @@ def test_workers_and_their_replacements_get_the_same_variables(
     executor = make_executor(
         tensor_parallel_size=2,
         eager_graph=False,
-        env_names=("PROBE_NAMED", "PROBE_MISSING"),
+        env_names=("PROBE_NAMED", "PROBE_MISSING", "LOCAL_RANK", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"),
         env_extra={"PROBE_EXTRA": "asked for"},
-        env_exclude=("NCCL_PROBE", "HF_TOKEN", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"),
+        env_exclude=(*DEFAULT_ENV_EXCLUDE, "NCCL_PROBE"),
     )
     expected = {
         "OTEL_PROBE": "driver's OTEL_PROBE",
@@ -42,7 +44,7 @@ def test_workers_and_their_replacements_get_the_same_variables(
         "NCCL_PROBE": None,
         "HF_TOKEN": None,
         "LOCAL_RANK": None,
-        "CUDA_VISIBLE_DEVICES": "",  # Ray's own word for a worker without a GPU
+        "CUDA_VISIBLE_DEVICES": None,
     }
     first = executor.collective_rpc("environment", args=(NAMES,))
     assert first == [(expected, expected)] * 2, "the constructor must see them, too"

@@ -124,7 +124,7 @@ def _workers(snapshot: Snapshot, workers: Sequence[WorkerInfo], rows: int) -> Te
             doing, style = "fenced", "red"
         else:
             doing, style = _DOING.get(snapshot.phase, "waiting"), "yellow"
-        text.append(f"rank {rank}  pid {pid:<7d} ")
+        text.append(f"rank {rank}  stage {rank // snapshot.tensor_parallel_size}  pid {pid:<7d} ")
         text.append(doing + "\n", style)
     if len(workers) > _MAX_WORKERS:
         text.append(f"and {len(workers) - _MAX_WORKERS} more\n", "dim")
@@ -190,15 +190,15 @@ def _answer(request: DemoRequest, answer: Answer, expected: Answer | None, width
     line.append("━" * full, colour).append("─" * (_BAR_COLUMNS - full), "dim")
     line.append(f" {done:>{len(str(target))}}/{target} ")
     line.append("  " if expected is None else "= " if right else "≠ ", f"bold {colour}")
-    text = " ".join(answer.text.split())
-    prompt = f"{request.prompt} "
     space = width - line.cell_len
-    while text and cell_len(prompt) + cell_len(text) > space and len(prompt) > 1:
-        prompt = ""
-        text = "…" + text[-(space - 1) :]
+    text = " ".join((request.prompt + answer.text).split())
+    if cell_len(text) <= space:
+        head = len(request.prompt)
+        return line.append(text[:head], "dim").append(text[head:])
+    text = "…" + text[-(space - 1) :]
     while cell_len(text) > space:
         text = "…" + text[2:]
-    return line.append(prompt, "dim").append(text)
+    return line.append(text)
 
 
 def _exactly(text: Text, rows: int) -> Text:

@@ -15,22 +15,22 @@ from typing import Final
 from resilient_executor.reference.request import SamplingParams
 
 PROMPTS: Final = (
-    "It was a fine evening, and",
-    "Elizabeth was",
-    "My dear Emma,",
-    "He looked at",
-    "The house stood on",
     "Mr. Darcy",
+    "Elizabeth was",
+    "He looked at",
+    "My dear Emma,",
     "She could not",
-    "In the morning",
-    "Anne had never",
+    "It was a fine evening, and",
     "Captain Wentworth",
+    "The house stood on",
+    "Anne had never",
+    "In the morning",
     "There was a",
     "The letter began:",
 )
 SAMPLINGS: Final = ("mixed", "greedy", "seeded")
-#: Phases of a rebuild in which the new workers can be killed, with the longest delay after their beginning and a weight.
-#: The first is seconds long and may be met at any moment of its first one; the others are over in a blink.
+#: Phases of a rebuild in which new workers can be killed, with the longest delay after their beginning, and a weight.
+#: The first is seconds long, and may be met at any moment of its first one; the others are over in a blink.
 _PHASES: Final = (("initialise", 0.8, 4), ("load", 0.01, 1), ("compile", 0.05, 2), ("warm_up", 0.01, 1))
 #: A kill in service comes this much later than its token, at most, so that it meets any moment of a step.
 _JITTER_S: Final = 0.03

@@ -7,6 +7,7 @@ and by the final report. Nothing in it waits, prints or decides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from resilient_executor.lifecycle import Event, ExecutorState
-from resilient_executor.reference.demo.plan import DemoRequest, Moment, PlannedKill
+from resilient_executor.reference.demo.plan import DemoOptions, DemoRequest, Moment, PlannedKill
 from resilient_executor.reference.demo.verdict import Answer
 from resilient_executor.reference.request import FinishReason, TokenEvent
 from resilient_executor.supervisor.incidents import Cause, Incident
@@ -118,6 +119,7 @@ class Snapshot:
     phase: str
     kills: tuple[Kill, ...]
     kills_planned: int
+    tensor_parallel_size: int
     requests: tuple[DemoRequest, ...]
     answers: tuple[Answer, ...]
     expected: tuple[Answer, ...]
@@ -132,14 +134,16 @@ class Story:
         changed: notified at every token, event and kill.
     """
 
-    def __init__(self, requests: Sequence[DemoRequest], kills_planned: int, node_id: Callable[[], str]) -> None:
+    def __init__(self, options: DemoOptions, requests: Sequence[DemoRequest], node_id: Callable[[], str]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.began = time.time()
         self.requests = tuple(requests)
-        self.kills_planned = kills_planned
+        self.kills_planned = options.kills
+        self._tensor_parallel_size = options.tensor_parallel_size
         self.expected: list[Answer] = []
         self.rounds: list[list[Answer]] = []
         self.kills: list[Kill] = []
+        #: When each token came, seconds since the Unix epoch; of all runs.
         self.token_times: list[float] = []
         self.trouble = ""
         self.state: ExecutorState | None = None
@@ -155,6 +159,7 @@ class Story:
         self._rebuild: Rebuild | None = None
         self._silent_since: float | None = None
         self._lines: deque[Line] = deque()
+        self._disturbed_from = 0
 
     # -- the account ------------------------------------------------------------------------------------------------
 
@@ -188,10 +193,10 @@ class Story:
         return answers
 
     def begin_disturbed_run(self) -> None:
-        """Count tokens, for kills and for the throughput, from here."""
+        """Count tokens, for the moments of kills and for the report, from here."""
         with self.changed:
             self.tokens_in_service = 0
-            self.token_times = []
+            self._disturbed_from = len(self.token_times)
 
     def token(self, answer: Answer, event: TokenEvent) -> None:
         """Take what the engine gave for one request."""
@@ -220,10 +225,8 @@ class Story:
             phase = "" if self.state is ExecutorState.HEALTHY else self._phase or "detection"
             kill = Kill(planned, rank, pid, time.time(), self.epoch, phase, self.tokens_in_service)
             self.kills.append(kill)
-            self.say(
-                f"kill {planned.number} of {self.kills_planned}: SIGKILL to {_worker(rank, pid)}, {kill.describe()}",
-                "kill",
-            )
+            whom = f"rank {rank} (pid {pid})"
+            self.say(f"kill {planned.number} of {self.kills_planned}: SIGKILL to {whom}, {kill.describe()}", "kill")
         return kill
 
     def kill_ended(self, kill: Kill, *, delivered: bool, signal: int | None) -> None:
@@ -341,6 +344,7 @@ class Story:
                 phase=self._phase,
                 kills=tuple(self.kills),
                 kills_planned=self.kills_planned,
+                tensor_parallel_size=self._tensor_parallel_size,
                 requests=self.requests,
                 answers=tuple(dataclasses.replace(one, token_ids=list(one.token_ids)) for one in self._answers),
                 expected=tuple(self.expected) if self.rounds else (),
@@ -352,18 +356,19 @@ class Story:
                 else None,
             )
 
+    @property
+    def disturbed_times(self) -> list[float]:
+        """When the tokens of the disturbed run came."""
+        return self.token_times[self._disturbed_from :]
+
     def longest_silence(self, since: float, until: float) -> float | None:
         """The longest time between two tokens that reaches into ``since`` .. ``until``, in seconds.
 
         Around an incident this is what the client felt of it: a token of the old epoch may still be on its way when the
         kill comes, so the moment of the kill itself is not where the silence begins.
         """
-        times = self.token_times
-        gaps = [
-            after - before
-            for before, after in zip(times, times[1:], strict=False)
-            if before <= until and after >= since
-        ]
+        times = self.disturbed_times
+        gaps = [after - before for before, after in itertools.pairwise(times) if before <= until and after >= since]
         return max(gaps, default=None)
 
 

@@ -1,0 +1,91 @@
+"""Ctrl-C and its kin: raised in the main thread, except where an exception would leave half of something behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user, or the system, wants the program to end.
+
+    Attributes:
+        signum: the signal that said so.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class Interrupts:
+    """Handles SIGINT, SIGTERM and SIGHUP of the main thread while the context is entered.
+
+    The first one raises :class:`Interrupted`, at the latest at the next :meth:`check`; the others are ignored, so that
+    nobody who presses Ctrl-C twice keeps the shutdown from ending what was started.
+
+    Args:
+        on_repeat: called when another one comes.
+    """
+
+    def __init__(self, on_repeat: Callable[[], None]) -> None:
+        self._on_repeat = on_repeat
+        self._deferred = False
+        self._pending: int | None = None
+        self._raised = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def claim(self) -> None:
+        """Take the signals back from a library that has installed handlers of its own (Ray does, for SIGTERM)."""
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raise at the end of this block what comes in it."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+        self.check()
+
+    def close(self) -> None:
+        """Raise nothing any more: what was started is being ended."""
+        self._raised = True
+
+    def check(self) -> None:
+        """Raise what has come and could not be raised then.
+
+        Raises:
+            Interrupted: it is time to go.
+        """
+        if self._pending is not None and not self._raised:
+            self._raised = True
+            raise Interrupted(self._pending)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        if self._raised or self._pending is not None:
+            self._on_repeat()
+        if self._pending is None:
+            self._pending = signum
+        if not self._deferred:
+            self._raise_once()
+
+    def _raise_once(self) -> None:
+        if not self._raised:
+            self._raised = True
+            raise Interrupted(self._pending or signal.SIGINT)
