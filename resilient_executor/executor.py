@@ -72,6 +72,7 @@ class ResilientExecutor:
         transport = resolve_transport(config) if config.device_key != "GPU" else config.transport
         cluster.check_dependencies(needs_nccl=transport == "nccl")
         environment_rule = EnvironmentRule.from_config(config)
+        self._config = config
         self._lifecycle = Lifecycle()
         self._overseer = Overseer(config, self._lifecycle)
         self._journal = Journal()
@@ -80,6 +81,9 @@ class ResilientExecutor:
         self._failure_callbacks: list[Callable[[], None]] = []
         self._rpc_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="resilient-executor-rpc")
         self._shutdown_lock = threading.Lock()
+        self._starter = threading.current_thread()
+        #: The thread that starts the executor has come out of it, in either way.
+        self._start_over = threading.Event()
         self._supervision: Supervision | None = None
         self._recovery: Recovery | None = None
         self._pending: Any = _NOTHING
@@ -96,7 +100,9 @@ class ResilientExecutor:
             self._config = config = _with_current_placement_group(config)
             placement.check_capacity(config)
             self._start(config, environment_rule.select(os.environ))
+            self._start_over.set()
         except BaseException:  # Ctrl-C in the middle of a start must leave nothing behind either
+            self._start_over.set()
             self.shutdown()
             raise
 
@@ -112,6 +118,8 @@ class ResilientExecutor:
             driver_node_id=ray.get_runtime_context().get_node_id(),
             step_ids=self._step_ids,
         )
+        # Either a shutdown in another thread has found what there is to stop, or it is noticed here.
+        self._lifecycle.raise_if_over()
         self._supervision.start()
         self._overseer.start(self._recovery, self._supervision)
         self.start_seconds = time.monotonic() - began
@@ -425,15 +433,29 @@ class ResilientExecutor:
             self._at_exit = None
             self._pending = _NOTHING
             if ray.is_initialized():
+                self._end_start()
                 self._take_down()
                 if self._connected_here:
                     cluster.disconnect()
             self._rpc_threads.shutdown(wait=False, cancel_futures=True)
 
+    def _end_start(self) -> None:
+        """If another thread is still starting the executor, make it stop, and wait for it: it holds bundles."""
+        deadline = time.monotonic() + self._config.fence_timeout_s
+        while not self._start_over.is_set() and threading.current_thread() is not self._starter:
+            if self._recovery is not None:
+                self._recovery.stopping.set()
+            if self._start_over.wait(0.05) or time.monotonic() > deadline:
+                return
+            group = self._lifecycle.current.group if self._lifecycle.current is not None else None
+            if group is not None and self._supervision is not None:
+                self._supervision.fence(group.processes())
+
     def _take_down(self) -> None:
         recovery, supervision, current = self._recovery, self._supervision, self._lifecycle.current
         if recovery is None or supervision is None:
             return
+        recovery.stopping.set()
         healthy = current is not None and current.served and not current.condemned
         if not healthy and current is not None and current.group is not None:
             # Whoever is in the middle of building it waits for its workers: that ends with them.

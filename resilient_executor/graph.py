@@ -148,6 +148,10 @@ def _tear_down(dag: CompiledDAG) -> None:
         dag.teardown()
     except Exception:
         logger.debug("teardown of a compiled graph", exc_info=True)
+    finally:
+        # Ray's helper beside the driver lives as long as the graph's object, which any kept exception may hold.
+        if (proxy := getattr(dag, "_proxy_actor", None)) is not None and ray.is_initialized():
+            ray.kill(proxy, no_restart=True)
 
 
 def resolve_transport(config: ExecutorConfig) -> Transport:

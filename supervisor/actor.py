@@ -11,13 +11,14 @@ new supervisor needs nothing but :meth:`SupervisorActor.adopt`.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor.detectors import Liveness, LivenessDetector
@@ -149,7 +150,7 @@ class SupervisorActor:
         try:
             await member.handle.sentinel.remote()
         except Exception as error:  # noqa: BLE001 - whatever ends this call ends the worker
-            self._find(epoch, CauseKind.PROCESS_EXIT, member.rank, _brief(error))
+            self._find(epoch, *death_notice(error, member.rank))
 
     async def _heartbeat(self, epoch: int, member: Member, detector: LivenessDetector) -> None:
         """One heartbeat after the other: while an answer is awaited, the silence grows, and nothing piles up."""
@@ -211,7 +212,7 @@ class SupervisorActor:
         except asyncio.TimeoutError:
             result.silent[member.rank] = f"no answer within {timeout_s:g} s"
         except RayActorError as error:
-            result.dead[member.rank] = _brief(error)
+            result.dead[member.rank] = death_notice(error, member.rank)[2]
         except Exception as error:  # noqa: BLE001 - any failure to answer is the answer
             result.silent[member.rank] = _brief(error)
 
@@ -226,6 +227,15 @@ async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
+
+
+def death_notice(error: BaseException, rank: int) -> tuple[CauseKind, int, str]:
+    """What Ray's paragraph about a dead actor says, in a few words: kind of cause, the rank, and a text."""
+    match = re.search(r"Worker exit type: (\w+)", str(error))
+    exit_type = match.group(1) if match else type(error).__name__
+    if isinstance(error, OutOfMemoryError) or "OUT_OF_MEMORY" in exit_type:
+        return CauseKind.OUT_OF_MEMORY, rank, "Ray's memory monitor killed it to protect the node (OUT_OF_MEMORY)"
+    return CauseKind.PROCESS_EXIT, rank, f"Ray reports {exit_type}"
 
 
 def _brief(error: BaseException) -> str:

@@ -97,6 +97,10 @@ class NodeAgent:
     async def fence(self, processes: Sequence[ProcessIdentity], timeout_s: float) -> list[Fenced]:
         """Kill every one of ``processes`` and wait until the kernel says that it is gone, at most ``timeout_s``."""
         await self.watch(processes)
+        for process in processes:
+            # It may have died of its own just now, and the event loop has not come round to it.
+            if process in self._handles and self._handles[process].wait(0.0):
+                self._on_exit(process)
         self._fenced.update(processes)
         for process in processes:
             if process in self._handles:

@@ -39,7 +39,7 @@ def holdings() -> Holdings:
         actors() if ray.is_initialized() else frozenset(),
         actor_processes(psutil.Process()),
         frozenset(f"{t.ident} {t.name}" for t in threading.enumerate() if t.name.startswith("resilient-executor")),
-        shared_memory(),
+        shared_memory() | semaphores(raylet_pid()),
     )
 
 
@@ -58,8 +58,14 @@ def actors() -> frozenset[str]:
 
 
 def shared_memory() -> frozenset[str]:
-    """Files in shared memory, without semaphores: each raylet keeps those of its graphs for as long as it lives."""
+    """Files in shared memory, without the semaphores of any raylet: there may be others on this machine."""
     return frozenset(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
+
+
+def raylet_pid() -> int:
+    """The raylet that this process has started, or 0."""
+    node = ray._private.worker._global_node
+    return int(node.all_processes["raylet"][0].process.pid) if node is not None and ray.is_initialized() else 0
 
 
 def semaphores(raylet: int) -> frozenset[str]:

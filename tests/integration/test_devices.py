@@ -31,12 +31,12 @@ def interleaved(ray_cluster: str) -> Iterator[PlacementGroup]:
 def device_in(group: PlacementGroup, bundle: int) -> str:
     """The GPU that a bundle holds."""
 
-    @ray.remote(num_cpus=0, num_gpus=1)
     def ask() -> list[str]:
         return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    [device] = ray.get(ask.options(scheduling_strategy=strategy).remote(), timeout=30)
+    task = ray.remote(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)(ask)
+    [device] = ray.get(task.remote(), timeout=30)
     return str(device)
 
 

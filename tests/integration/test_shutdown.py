@@ -133,7 +133,12 @@ class TestInTheMiddle:
         executor = make_executor(tensor_parallel_size=2)
         began_step = tmp_path / "began"
         executor.execute_model({"do": {1: [("touch", str(began_step)), ("sleep", 60)]}})
-        stopper = threading.Thread(target=lambda: (within(10, began_step.exists, "begun"), executor.shutdown()))
+
+        def stop() -> None:
+            within(10, began_step.exists, "the step has begun")
+            executor.shutdown()
+
+        stopper = threading.Thread(target=stop)
         stopper.start()
         with pytest.raises((StepLost, ExecutorStopped)):
             executor.sample_tokens(None)
@@ -183,7 +188,7 @@ class TestInTheMiddle:
             try:
                 executor.__init__(config)  # type: ignore[misc]  # so that the other thread has it before it is ready
                 outcome.set_result(None)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - judged below
                 outcome.set_result(error)
 
         starter = threading.Thread(target=start)

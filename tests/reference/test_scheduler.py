@@ -77,9 +77,7 @@ def request(name: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, i
 class SchedulerMachine(RuleBasedStateMachine):
     """Random additions, aborts, results, failures and losses; a real cache layout behind the scheduler."""
 
-    @initialize(
-        blocks=st.integers(4, 12), batch=st.integers(1, 48), requests=st.integers(1, 5), steps=st.integers(1, 3)
-    )
+    @initialize(blocks=st.integers(4, 8), batch=st.integers(1, 48), requests=st.integers(1, 5), steps=st.integers(1, 3))
     def start(self, blocks: int, batch: int, requests: int, steps: int) -> None:
         self.config = SchedulerConfig(blocks * BLOCK_TOKENS, batch, requests, 60, steps, (EOS,))
         self.scheduler = Scheduler(self.config)
@@ -89,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.received: dict[str, list[int]] = {}
         self.count = 0
 
-    @rule(length=st.integers(1, 59), max_tokens=st.integers(1, 30), ignore_eos=st.booleans(), salt=st.integers(2, 99))
+    @rule(length=st.integers(1, 59), max_tokens=st.integers(1, 40), ignore_eos=st.booleans(), salt=st.integers(2, 99))
     def add(self, length: int, max_tokens: int, ignore_eos: bool, salt: int) -> None:
         name = f"r{self.count}"
         self.count += 1
@@ -156,6 +154,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert failed == [r.request_id for r in step.requests if r.request_id in self.live]
         for name in failed:
             del self.live[name]
+
+    @rule(salt=st.integers(2, 99))
+    def crowd(self, salt: int) -> None:
+        """Requests that fit the cache together at first and outgrow it."""
+        for offset in range(3):
+            self.add(22, 38, True, salt + offset)
+
+    @rule(times=st.integers(2, 5))
+    def workers_die_at_every_step(self, times: int) -> None:
+        for _ in range(times):
+            self.schedule()
+            self.workers_die(refused=False)
 
     @rule(refused=st.booleans())
     def workers_die(self, refused: bool) -> None:
