@@ -204,6 +204,11 @@ class ExecutorConfig:
     def _check_placement(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.name):
             raise ConfigError(f"name must be 1 to 64 letters, digits, '_', '.' or '-', not {self.name!r}")
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ConfigError(
+                f"address {self.address!r} is a Ray Client address: a compiled graph must be driven by a process on a "
+                "node of the cluster. Run the engine there, with address='auto'"
+            )
         if not self.device_key:
             raise ConfigError("device_key must name a Ray resource, for instance 'GPU' or 'CPU'")
         if isinstance(self.devices_per_worker, bool) or not 0 < self.devices_per_worker < float("inf"):

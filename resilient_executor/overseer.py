@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from resilient_executor.config import ExecutorConfig
+from resilient_executor.errors import ExecutorFailed
 from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
 from resilient_executor.protocol import Progress
 from resilient_executor.recovery import Recovery
@@ -195,8 +196,12 @@ class Overseer:
                     self._rebuild(work.generation)
                 else:
                     self._settle(work)
-            except Exception:
+            except Exception as error:
+                # Nobody else would ever end this state: callers must not wait for a thread that has lost its way.
                 logger.exception("the overseer failed at %s", type(work).__name__)
+                failure = ExecutorFailed(f"internal error in the overseer: {type(error).__name__}: {error}")
+                self._lifecycle.move(ExecutorState.FAILED, failure=failure)
+                self._lifecycle.emit("failed")
 
     def _rebuild(self, dead: Generation) -> None:
         assert self._recovery is not None
