@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse: --help, --version, and what it has found wrong
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Nobody reads what we print. Python would complain about that once more, at its exit.

@@ -8,7 +8,6 @@ waits for the rebuild.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import itertools
 import logging
 import os
@@ -16,32 +15,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-import cloudpickle
 import ray
-from ray.exceptions import RayError
 
 from resilient_executor import cluster, placement, protocol
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.environment import EnvironmentRule
-from resilient_executor.errors import (
-    ExecutorRecovering,
-    ExecutorUnhealthy,
-    RpcLost,
-    RpcTimeout,
-    StateError,
-    StepLost,
-)
+from resilient_executor.errors import StateError, StepLost
 from resilient_executor.graph import resolve_transport
-from resilient_executor.journal import Journal, JournalEntry, RpcPolicy
+from resilient_executor.health import check_health
+from resilient_executor.journal import Journal, RpcPolicy
 from resilient_executor.lifecycle import Event, ExecutorState, Generation, Lifecycle
 from resilient_executor.overseer import Overseer
-from resilient_executor.pipeline import StepFuture, StepPipeline
+from resilient_executor.pipeline import StepPipeline
+from resilient_executor.plans import EngineFuture, Plan, Plans, completed
 from resilient_executor.recovery import Recovery
-from resilient_executor.supervisor.client import Supervision, SupervisorUnreachable
-from resilient_executor.supervisor.incidents import Incident, first_cause
+from resilient_executor.rpc import CollectiveRpc
+from resilient_executor.supervisor.client import Supervision
+from resilient_executor.supervisor.incidents import Incident
 from resilient_executor.worker_group import first_line
 
 logger = logging.getLogger(__name__)
@@ -76,10 +68,9 @@ class ResilientExecutor:
         self._lifecycle = Lifecycle()
         self._overseer = Overseer(config, self._lifecycle)
         self._journal = Journal()
-        self._journal_lock = threading.Lock()
+        self._rpc = CollectiveRpc(config, self._lifecycle, self._overseer, self._journal)
         self._step_ids = itertools.count()
         self._failure_callbacks: list[Callable[[], None]] = []
-        self._rpc_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="resilient-executor-rpc")
         self._shutdown_lock = threading.Lock()
         self._starter = threading.current_thread()
         #: The thread that starts the executor has come out of it, in either way.
@@ -87,17 +78,13 @@ class ResilientExecutor:
         self._supervision: Supervision | None = None
         self._recovery: Recovery | None = None
         self._pending: Any = _NOTHING
-        self._pending_plan = (0, 0)
-        #: The epoch that the engine's schedule is made for; 0 after a loss, when it begins from nothing.
-        self._plan_epoch = 0
-        #: How many losses the engine has been told of; a schedule made before the last one is void.
-        self._losses = 0
-        self._told_epoch = 0
+        self._plans = Plans()
+        self._pending_plan = self._plans.current
         self._lifecycle.add_listener(self._on_event)
         self._connected_here = cluster.connect(config)
         self._at_exit: Callable[[], None] | None = _shut_down_at_exit(self)
         try:
-            self._config = config = _with_current_placement_group(config)
+            self._config = config = placement.with_current_group(config)
             placement.check_capacity(config)
             self._start(config, environment_rule.select(os.environ))
             self._start_over.set()
@@ -142,11 +129,11 @@ class ResilientExecutor:
             raise StateError("sample_tokens() must be called after execute_model() has returned None")
         if self._lifecycle.serving is None:
             self._lifecycle.raise_if_over()
-        plan = (self._plan_epoch, self._losses)
+        plan = self._plans.current
         if not self.needs_sampling(scheduler_output):
             return self._run_step((scheduler_output, None), plan, non_block)
         self._pending, self._pending_plan = scheduler_output, plan
-        return _completed(None) if non_block else None
+        return completed(None) if non_block else None
 
     def needs_sampling(self, scheduler_output: Any) -> bool:
         """Whether this step waits for ``sample_tokens``; an adapter may decide it by the batch."""
@@ -170,7 +157,7 @@ class ResilientExecutor:
         scheduler_output, self._pending = self._pending, _NOTHING
         return self._run_step((scheduler_output, grammar_output), self._pending_plan, non_block)
 
-    def _run_step(self, value: Any, plan: tuple[int, int], non_block: bool) -> Any:
+    def _run_step(self, value: Any, plan: Plan, non_block: bool) -> Any:
         step_id = next(self._step_ids)
         if not non_block:
             try:
@@ -178,28 +165,31 @@ class ResilientExecutor:
             except StepLost as lost:
                 self._told(lost)
                 raise
-        future = _EngineFuture(self._told)
+        future = EngineFuture(self._told)
         try:
             self._pipeline_for(plan, step_id).submit(step_id, value, future)
         except Exception as error:  # noqa: BLE001 - a future holds all of its step's errors
             future.fail(error)
         return future
 
-    def _pipeline_for(self, plan: tuple[int, int], step_id: int) -> StepPipeline:
-        """The pipeline that may run a step planned for ``plan``: (epoch of the schedule, losses that it knew of)."""
-        epoch, losses = plan
-        if losses != self._losses:
-            raise StepLost(epoch, step_id)  # planned before the engine learnt of a loss
+    def _pipeline_for(self, plan: Plan, step_id: int) -> StepPipeline:
+        """The pipeline that may run a step of this plan; waits for a rebuild if the plan begins from nothing.
+
+        Raises:
+            StepLost: the plan was made for other workers than those that serve, or before the engine knew of a loss.
+        """
+        epoch = plan.epoch
+        if plan.losses != self._plans.current.losses:
+            raise StepLost(epoch, step_id)
         generation = self._lifecycle.serving
-        if epoch and (generation is None or generation.epoch != epoch):
-            current = self._lifecycle.current
-            if current is None or current.epoch != epoch or current.condemned:
-                raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
         if generation is None:
-            generation = self._lifecycle.await_serving(self._config.recovery_timeout_s)
-            if epoch and generation.epoch != epoch:
+            current = self._lifecycle.current
+            if epoch and (current is None or current.epoch != epoch or current.condemned):
                 raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
-        self._plan_epoch = generation.epoch
+            generation = self._lifecycle.await_serving(self._config.recovery_timeout_s)
+        if epoch and generation.epoch != epoch:
+            raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
+        self._plans.settle_on(generation.epoch)
         return generation.pipeline or self._late_pipeline(generation)
 
     def _late_pipeline(self, generation: Generation) -> StepPipeline:
@@ -215,11 +205,7 @@ class ResilientExecutor:
         return generation.pipeline
 
     def _told(self, lost: StepLost) -> None:
-        """The engine has learnt of a loss: it will begin from nothing, on whatever epoch serves next."""
-        if lost.epoch > self._told_epoch:
-            self._told_epoch = lost.epoch
-            self._losses += 1
-            self._plan_epoch = 0
+        self._plans.told(lost)
         if lost.incident is None:
             lost.incident = self._lifecycle.last_incident(lost.epoch)
 
@@ -260,63 +246,12 @@ class ResilientExecutor:
             Exception: what a worker raised.
         """
         self._lifecycle.raise_if_over()
-        name = method if isinstance(method, str) else getattr(method, "__name__", "a callable")
-        if per_rank_args is not None and len(per_rank_args) != self._config.world_size:
-            raise StateError(f"per_rank_args has {len(per_rank_args)} entries for {self._config.world_size} ranks")
-        entry = JournalEntry(
-            method=method if isinstance(method, str) else cloudpickle.dumps(method),
-            name=name,
-            arguments=protocol.dumps((tuple(args), kwargs or {})),
-            per_rank=None
-            if per_rank_args is None
-            else tuple(protocol.dumps((tuple(a), kwargs or {})) for a in per_rank_args),
-            key=key,
-        )
-        policy = policy or self._config.rpc_policies.get(name, RpcPolicy.ONCE)
+        entry = self._rpc.entry(method, args, kwargs or {}, per_rank_args, key)
+        policy = policy or self._rpc.policy_of(entry.name)
         timeout_s = self._config.rpc_timeout_s if timeout is None else timeout
         if non_block:
-            return self._rpc_threads.submit(self._call, entry, policy, timeout_s)
-        return self._call(entry, policy, timeout_s)
-
-    def _call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            remaining = deadline - time.monotonic()
-            generation = self._lifecycle.await_serving(max(0.0, min(remaining, self._config.recovery_timeout_s)))
-            results, error = self._call_once(generation, entry, max(0.0, deadline - time.monotonic()))
-            if error is None:
-                with self._journal_lock:
-                    if not generation.condemned:
-                        if policy is RpcPolicy.JOURNAL:
-                            self._journal.record(entry)
-                        return results
-            elif not generation.condemned:
-                raise error
-            # The epoch is dying. If nothing of the call can be repeated, the caller must know that it was lost.
-            if policy is RpcPolicy.ONCE and error is None:
-                return results
-            if policy is RpcPolicy.ONCE:
-                raise RpcLost(entry.name, generation.epoch, self._lifecycle.last_incident(generation.epoch)) from error
-
-    def _call_once(
-        self, generation: Generation, entry: JournalEntry, timeout_s: float
-    ) -> tuple[list[Any], Exception | None]:
-        """One attempt. When it returns an error, the generation is condemned or the error is the worker's own."""
-        group = generation.group
-        assert group is not None
-        generation.rpc = entry.name
-        try:
-            return group.results(entry.name, group.call(entry), timeout_s), None
-        except RpcTimeout as error:
-            return [], error
-        except RayError as error:
-            self._overseer.rpc_broken(generation, first_line(error))
-            return [], error
-        except Exception as error:  # noqa: BLE001 - the worker's own
-            self._overseer.rpc_raised(generation)
-            return [], error
-        finally:
-            generation.rpc = ""
+            return self._rpc.submit(entry, policy, timeout_s)
+        return self._rpc.call(entry, policy, timeout_s)
 
     # -- health -----------------------------------------------------------------------------------------------------
 
@@ -331,46 +266,11 @@ class ResilientExecutor:
             ExecutorUnhealthy: a worker is dead or silent, or the supervisor cannot be reached.
             ExecutorFailed, ExecutorStopped: it is over.
         """
+        self._lifecycle.raise_if_over()
+        if self._supervision is None:
+            raise StateError("the executor has not been started")
         timeout_s = self._config.check_health_timeout_s if timeout is None else timeout
-        self._lifecycle.raise_if_over()
-        generation = self._lifecycle.current
-        if generation is None or generation.condemned or not generation.served:
-            self._raise_recovering(generation)
-        assert generation is not None
-        assert self._supervision is not None
-        try:
-            result = self._supervision.examine(generation.epoch, timeout_s)
-        except SupervisorUnreachable as error:
-            raise ExecutorUnhealthy(f"{error}; it is being replaced") from error
-        for finding in result.findings:
-            self._overseer.on_finding(finding)
-        for rank, text in result.dead.items():
-            self._overseer.found_dead(generation, rank, text)
-        if generation.condemned:
-            self._raise_recovering(generation)
-        missing = [rank for rank in range(self._config.world_size) if rank not in result.progress]
-        if missing:
-            why = "; ".join(f"rank {r}: {result.silent.get(r, 'not watched yet')}" for r in missing)
-            raise ExecutorUnhealthy(
-                f"no live answer from every worker within {timeout_s:g} s: {why}", ranks=tuple(missing)
-            )
-
-    def _raise_recovering(self, generation: Generation | None) -> None:
-        self._lifecycle.raise_if_over()
-        if generation is None or (not generation.exits and not generation.evidence):
-            incident = self._lifecycle.incidents[-1] if self._lifecycle.incidents else None
-            why = incident.headline() if incident is not None else "not started yet"
-            ranks: tuple[int, ...] = ()
-        else:
-            incident = generation.incident
-            infos = generation.group.infos if generation.group is not None else []
-            cause = first_cause(
-                generation.exits, generation.evidence, workers=dict(enumerate(infos)), doing=generation.doing
-            )
-            why = cause.describe()
-            ranks = (cause.rank,) if cause.rank is not None else ()
-        phase = f", phase {self._lifecycle.phase}" if self._lifecycle.phase else ""
-        raise ExecutorRecovering(f"{why} (state {self._lifecycle.state.value}{phase})", ranks=ranks, incident=incident)
+        check_health(self._lifecycle, self._overseer, self._supervision, self._config.world_size, timeout_s)
 
     @property
     def state(self) -> ExecutorState:
@@ -437,7 +337,7 @@ class ResilientExecutor:
                 self._take_down()
                 if self._connected_here:
                     cluster.disconnect()
-            self._rpc_threads.shutdown(wait=False, cancel_futures=True)
+            self._rpc.stop()
 
     def _end_start(self) -> None:
         """If another thread is still starting the executor, make it stop, and wait for it: it holds bundles."""
@@ -482,52 +382,6 @@ class ResilientExecutor:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-class _EngineFuture(StepFuture):
-    """A step's future that notes when the engine learns of a loss from it."""
-
-    def __init__(self, told: Callable[[StepLost], None]) -> None:
-        super().__init__()
-        self._report: Callable[[StepLost], None] | None = told
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See :meth:`StepFuture.result`."""
-        try:
-            return super().result(timeout)
-        except StepLost as lost:
-            self._note(lost)
-            raise
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See :meth:`StepFuture.exception`."""
-        error = super().exception(timeout)
-        if isinstance(error, StepLost):
-            self._note(error)
-        return error
-
-    def fail(self, error: Exception) -> None:
-        """End it without a step."""
-        self.set_exception(error)
-
-    def _note(self, lost: StepLost) -> None:
-        report, self._report = self._report, None
-        if report is not None:
-            report(lost)
-
-
-def _completed(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def _with_current_placement_group(config: ExecutorConfig) -> ExecutorConfig:
-    """Use the placement group that this process itself runs in, if there is one and none was given."""
-    if config.placement_group is not None:
-        return config
-    current = ray.util.get_current_placement_group()
-    return config if current is None else dataclasses.replace(config, placement_group=current)
 
 
 def _shut_down_at_exit(executor: ResilientExecutor) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Mapping
@@ -77,6 +78,14 @@ def check_capacity(config: ExecutorConfig) -> None:
             f"{config.pipeline_parallel_size}) need {needed:g} {config.device_key}, but the cluster has {present:g}. "
             "Reduce the parallel sizes, add nodes, or set device_key or devices_per_worker"
         )
+
+
+def with_current_group(config: ExecutorConfig) -> ExecutorConfig:
+    """Use the placement group that this process itself runs in, if there is one and none was given."""
+    if config.placement_group is not None:
+        return config
+    current = ray.util.get_current_placement_group()
+    return config if current is None else dataclasses.replace(config, placement_group=current)
 
 
 def reserve(config: ExecutorConfig, *, label: str) -> Reservation:

@@ -199,7 +199,7 @@ class Scheduler:
         for request_id in lost:
             if request := self._requests.get(request_id):
                 request.losses += 1
-                if len(lost) == 1 and request.losses >= self.config.max_lost_steps:
+                if request.losses >= self.config.max_lost_steps:  # a suspect runs alone, so it was this one
                     poison.append(request_id)
                     del self._requests[request_id]
         again = [request for request in self._running if request.request_id in self._requests]
@@ -235,16 +235,14 @@ class Scheduler:
 
     def _schedule_running(self, scheduled: list[ScheduledRequest]) -> None:
         budget = self.config.max_batch_tokens
-        chosen: set[str] = set()
         for request in list(self._running):
-            if budget == 0 or len(chosen) == self._share():
+            if budget == 0 or len(scheduled) == self._share():
                 return
             if request.in_flight or request.aborted or request not in self._running:  # preempted in this loop
                 continue
             count = min(request.num_pending, budget)
-            if self._make_room(request, count, chosen):
+            if self._make_room(request, count):
                 scheduled.append(self._place(request, count))
-                chosen.add(request.request_id)
                 budget -= count
 
     def _schedule_waiting(self, scheduled: list[ScheduledRequest]) -> None:
@@ -258,7 +256,7 @@ class Scheduler:
             self._waiting.remove(request)
             _insert(self._running, request)
             count = min(request.num_pending, budget)
-            self._make_room(request, count, set())
+            self._make_room(request, count)
             scheduled.append(self._place(request, count))
             budget -= count
 
@@ -268,22 +266,18 @@ class Scheduler:
             self._waiting.remove(suspect)
             _insert(self._running, suspect)
         count = min(suspect.num_pending, self.config.max_batch_tokens)
-        if self._make_room(suspect, count, set(), newer_only=False):
+        if self._make_room(suspect, count):
             scheduled.append(self._place(suspect, count))
 
-    def _make_room(self, request: Request, count: int, chosen: set[str], *, newer_only: bool = True) -> bool:
-        """Give ``request`` the blocks for ``count`` more tokens, preempting others where needed.
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Give ``request`` the blocks for ``count`` more tokens, preempting others, the newest first, where needed.
 
-        ``chosen`` are in the step that is being put together and keep their blocks. False when it cannot be done now.
+        Requests in flight, and those placed in the step that is being put together, keep theirs. False when it cannot
+        be done now.
         """
         missing = blocks_for(request.num_computed + count) - len(request.blocks)
         while missing > self._pool.num_free:
-            victims = [
-                other
-                for other in self._running
-                if not (other.in_flight or other.aborted or other is request or other.request_id in chosen)
-                and (other.arrival > request.arrival or not newer_only)
-            ]
+            victims = [other for other in self._running if not (other.in_flight or other.aborted or other is request)]
             if not victims:
                 return False
             self._preempt(victims[-1])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import ray
@@ -39,7 +41,7 @@ def holdings() -> Holdings:
         actors() if ray.is_initialized() else frozenset(),
         actor_processes(psutil.Process()),
         frozenset(f"{t.ident} {t.name}" for t in threading.enumerate() if t.name.startswith("resilient-executor")),
-        shared_memory() | semaphores(raylet_pid()),
+        shared_memory() | (semaphores(raylet_pid()) - mapped_here()),
     )
 
 
@@ -71,6 +73,12 @@ def raylet_pid() -> int:
 def semaphores(raylet: int) -> frozenset[str]:
     """Semaphores of the graphs of one raylet."""
     return frozenset(n for n in os.listdir("/dev/shm") if n.startswith((f"sem.hdr{raylet}-", f"sem.obj{raylet}-")))
+
+
+def mapped_here() -> frozenset[str]:
+    """Shared memory that this process maps. Ray lets go of a channel's semaphores when its driver ends."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    return frozenset(re.findall(r"/dev/shm/(\S+)", maps))
 
 
 def actor_processes(root: psutil.Process) -> frozenset[str]:

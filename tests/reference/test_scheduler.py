@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestSchedulerMachine = SchedulerMachine.TestCase
 # Shrinking takes minutes here, longer than the test's timeout: add Phase.shrink to study a failure.
 TestSchedulerMachine.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+    max_examples=100, stateful_step_count=50, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
 )
 
 

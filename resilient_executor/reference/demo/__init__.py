@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from resilient_executor import ExecutorConfig, ResilientExecutor, ResilientExecutorError, RpcPolicy, WorkerSpec, cluster
@@ -57,15 +57,16 @@ def run(options: DemoOptions) -> int:
     _check(options)
     console = make_console(plain=options.plain)
     demo = _Demo(options, console)
-    try:
-        outcome = demo.run()
-    except Interrupted as interrupt:
-        left = f"left behind: {', '.join(demo.left_behind)}" if demo.left_behind else "nothing is left behind"
-        console.print(f"interrupted; {left}", soft_wrap=True)
-        return 128 + interrupt.signum
-    print_report(console, outcome)
-    if options.json_path is not None:
-        write_json(options.json_path, outcome)
+    with Interrupts(on_ignored=lambda: demo.story.say("stopping already")) as interrupts:
+        try:
+            outcome = demo.run(interrupts)
+        except Interrupted as interrupt:
+            left = f"left behind: {', '.join(demo.left_behind)}" if demo.left_behind else "nothing is left behind"
+            console.print(f"interrupted; {left}", soft_wrap=True)
+            return 128 + interrupt.signum
+        print_report(console, outcome)
+        if options.json_path is not None:
+            write_json(options.json_path, outcome)
     return 1 if outcome.reasons else 0
 
 
@@ -88,7 +89,7 @@ class _Demo:
     def __init__(self, options: DemoOptions, console: Console) -> None:
         self._options = options
         self._console = console
-        self._story = Story(options, draw_requests(options), lambda: self._node_id)
+        self.story = Story(options, draw_requests(options), lambda: self._node_id)
         self._node_id = ""
         self._executor: ResilientExecutor | None = None
         self._seen: set[ProcessIdentity] = set()
@@ -96,22 +97,18 @@ class _Demo:
         self._start_s = self._undisturbed_s = 0.0
         self.left_behind: list[str] = []
 
-    def run(self) -> Outcome:
-        """Run it from the first line to the end of the shutdown.
+    def run(self, interrupts: Interrupts) -> Outcome:
+        """Run it from the first line to the end of the shutdown; after that, nothing is raised by a signal.
 
         Raises:
             Interrupted, ResilientExecutorError, BrokenPipeError: see :func:`run`.
         """
-        options, story = self._options, self._story
+        options, story = self._options, self.story
         began = time.monotonic()
         for line in _announcement(options):
             self._console.print(line, soft_wrap=not self._console.is_terminal)
         live = can_draw(self._console, plain=options.plain)
-        with (
-            Interrupts(on_repeat=lambda: story.say("stopping already")) as interrupts,
-            logs_in(story),
-            Display(self._console, story, self._workers, live=live) as display,
-        ):
+        with logs_in(story), Display(self._console, story, self._workers, live=live) as display:
             with _Service(self, interrupts) as executor:
                 self._start_s = time.monotonic() - began
                 self._serve(executor, interrupts, display)
@@ -141,7 +138,7 @@ class _Demo:
 
     def _serve(self, executor: ResilientExecutor, interrupts: Interrupts, display: Display) -> None:
         """The undisturbed run, then the disturbed one."""
-        story = self._story
+        story = self.story
         engine = ReferenceEngine(executor)
         story.enter("undisturbed run")
         self._undisturbed_s = self._round(engine, interrupts, display, disturbed=False)
@@ -166,13 +163,13 @@ class _Demo:
     def _round(self, engine: ReferenceEngine, interrupts: Interrupts, display: Display, *, disturbed: bool) -> float:
         """Answer every prompt once; returns how long that took, in seconds."""
         began = time.monotonic()
-        answers = self._story.begin_round(disturbed=disturbed)
+        answers = self.story.begin_round(disturbed=disturbed)
         of_id = {
             engine.add_request(request.prompt, request.params): answer
-            for request, answer in zip(self._story.requests, answers, strict=True)
+            for request, answer in zip(self.story.requests, answers, strict=True)
         }
         for event in engine.stream():
-            self._story.token(of_id[event.request_id], event)
+            self.story.token(of_id[event.request_id], event)
             interrupts.check()
             if display.broken:
                 raise BrokenPipeError
@@ -184,7 +181,7 @@ class _Demo:
         """Start Ray, where it must be, and the executor."""
         import ray
 
-        options, story = self._options, self._story
+        options, story = self._options, self.story
         config = ExecutorConfig(
             worker=WorkerSpec(WORKER),
             tensor_parallel_size=options.tensor_parallel_size,
@@ -210,6 +207,7 @@ class _Demo:
         story.say(f"{'an embedded Ray runs' if embedded else 'joined the cluster at ' + options.address}")
         story.enter("starting workers")
         self._executor = executor = ResilientExecutor(config)
+        interrupts.check()
         executor.add_listener(story.on_event)
         story.executor_started(executor.state, executor.epoch)
         story.say(f"{options.world_size} workers serve; they were up in {executor.start_seconds:.1f} s", "good")
@@ -219,7 +217,7 @@ class _Demo:
         """End all of it, and see whether it has ended."""
         import ray
 
-        self._story.enter("shutting down")
+        self.story.enter("shutting down")
         self._workers()
         processes = family() | self._seen_here()
         with ExitStack() as stack:
@@ -228,7 +226,7 @@ class _Demo:
                 stack.callback(self._executor.shutdown)
         self.left_behind = survivors(processes, _GONE_S)
         if not self.left_behind:
-            self._story.say(f"shut down; all {len(processes)} processes are gone", "good")
+            self.story.say(f"shut down; all {len(processes)} processes are gone", "good")
 
     def _seen_here(self) -> set[ProcessIdentity]:
         """Every worker that was ever seen on this machine."""
@@ -246,18 +244,30 @@ class _Service:
     def __enter__(self) -> ResilientExecutor:
         try:
             return self._demo.start(self._interrupts)
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._end(error)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._end(error)
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
         self._interrupts.close()
+        _let_go(error)
         self._demo.end()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames of an exception, and of those that it came with.
+
+    An interrupt in the middle of a read holds, in its frames, a buffer in Ray's shared memory. Freed after Ray's end, it
+    would take this process down with a segmentation fault.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _announcement(options: DemoOptions) -> list[str]:

@@ -26,18 +26,18 @@ class Interrupted(KeyboardInterrupt):
 class Interrupts:
     """Handles SIGINT, SIGTERM and SIGHUP of the main thread while the context is entered.
 
-    The first one raises :class:`Interrupted`, at the latest at the next :meth:`check`; the others are ignored, so that
-    nobody who presses Ctrl-C twice keeps the shutdown from ending what was started.
+    Each of them raises :class:`Interrupted` until :meth:`close`. Whatever is called may swallow an exception (a
+    destructor does, and a retry may), so what has come is raised again by the next :meth:`check`. After ``close`` they
+    are ignored: nobody who presses Ctrl-C twice keeps the shutdown from ending what was started.
 
     Args:
-        on_repeat: called when another one comes.
+        on_ignored: called when one is ignored.
     """
 
-    def __init__(self, on_repeat: Callable[[], None]) -> None:
-        self._on_repeat = on_repeat
-        self._deferred = False
-        self._pending: int | None = None
-        self._raised = False
+    def __init__(self, on_ignored: Callable[[], None]) -> None:
+        self._on_ignored = on_ignored
+        self._deferred = self._closed = False
+        self._come: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -65,27 +65,21 @@ class Interrupts:
 
     def close(self) -> None:
         """Raise nothing any more: what was started is being ended."""
-        self._raised = True
+        self._closed = True
 
     def check(self) -> None:
-        """Raise what has come and could not be raised then.
+        """Raise what has come.
 
         Raises:
             Interrupted: it is time to go.
         """
-        if self._pending is not None and not self._raised:
-            self._raised = True
-            raise Interrupted(self._pending)
+        if self._come is not None and not self._closed:
+            raise Interrupted(self._come)
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
-        if self._raised or self._pending is not None:
-            self._on_repeat()
-        if self._pending is None:
-            self._pending = signum
+        if self._closed:
+            self._on_ignored()
+            return
+        self._come = signum
         if not self._deferred:
-            self._raise_once()
-
-    def _raise_once(self) -> None:
-        if not self._raised:
-            self._raised = True
-            raise Interrupted(self._pending or signal.SIGINT)
+            raise Interrupted(signum)
