@@ -253,6 +253,14 @@ class ResilientExecutor:
             return self._rpc.submit(entry, policy, timeout_s)
         return self._rpc.call(entry, policy, timeout_s)
 
+    def forget_rpc(self, key: str) -> bool:
+        """Take the journalled call with this key out of the replay: its effect is wanted no more.
+
+        Returns:
+            whether there was one.
+        """
+        return self._rpc.forget(key)
+
     # -- health -----------------------------------------------------------------------------------------------------
 
     def check_health(self, timeout: float | None = None) -> None:

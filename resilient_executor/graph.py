@@ -52,8 +52,12 @@ class StepGraph:
             stages = grid(config.tensor_parallel_size, config.pipeline_parallel_size)
             values: list[Any] = [request] * config.tensor_parallel_size
             for stage in stages:
-                values = [workers[rank].run_step.bind(value) for rank, value in zip(stage, values, strict=True)]
-                if stage is not stages[-1] and transport is not Transport.SHM:
+                last, shared = stage is stages[-1], transport is Transport.SHM
+                values = [
+                    workers[rank].run_step.bind(value, serialize=shared and not last)
+                    for rank, value in zip(stage, values, strict=True)
+                ]
+                if not last and not shared:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
         with buffer_size(config.step_buffer_bytes):

@@ -53,10 +53,11 @@ class Judge(Protocol):
 class InflightStep:
     """One step between submission and end."""
 
-    __slots__ = ("done", "error", "future", "output", "references", "step_id")
+    __slots__ = ("done", "error", "future", "kind", "output", "references", "step_id")
 
-    def __init__(self, step_id: int, future: StepFuture | None) -> None:
+    def __init__(self, step_id: int, future: StepFuture | None, kind: StepKind) -> None:
         self.step_id = step_id
+        self.kind = kind
         self.future = future
         self.references: Any = None
         self.output: Any = None
@@ -68,10 +69,20 @@ class StepFuture(Future[Any]):
     """The future of one step. It can be waited for, polled and given callbacks like any other, but not cancelled."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()
         self._pipeline: StepPipeline | None = None
         self._step: InflightStep | None = None
+        super().__init__()
+        self.set_running_or_notify_cancel()
+
+    @property
+    def _waiters(self) -> list[Any]:
+        """Who waits in ``concurrent.futures.wait`` or ``as_completed``: they register here, and read nothing."""
+        self._drive(0.0)
+        return self._registered
+
+    @_waiters.setter
+    def _waiters(self, waiters: list[Any]) -> None:
+        self._registered = waiters
 
     def attach(self, pipeline: StepPipeline, step: InflightStep) -> None:
         """Connect it with the step that will resolve it."""
@@ -162,7 +173,7 @@ class StepPipeline:
             StepLost: the epoch is condemned, or this is how it is found out.
         """
         request = protocol.encode_request(self.epoch, step_id, kind, value)
-        step = InflightStep(step_id, future)
+        step = InflightStep(step_id, future, kind)
         with self._submit_lock:
             while len(self._inflight) >= self._limit and not self._condemned:
                 with self._read_lock:
@@ -225,7 +236,7 @@ class StepPipeline:
             return
         self._inflight.popleft()
         step.references = None
-        if error is None:
+        if error is None and step.kind == StepKind.STEP:  # a warm-up has no output that an aggregator could understand
             try:
                 step.output = self._output_of(replies)
             except Exception as raised:  # noqa: BLE001 - the engine's own: its classes, its aggregator

@@ -79,7 +79,7 @@ class CollectiveRpc:
                             self._journal.record(entry)
                         return results
             elif not generation.condemned:
-                raise error
+                raise RpcTimeout(entry.name, timeout_s, error.ranks) if isinstance(error, RpcTimeout) else error
             # The epoch is dying. If nothing of the call can be repeated, the caller must know that it was lost.
             if policy is RpcPolicy.ONCE and error is None:
                 return results
@@ -105,6 +105,11 @@ class CollectiveRpc:
             return [], error
         finally:
             generation.rpc = ""
+
+    def forget(self, key: str) -> bool:
+        """Take the journalled call with this key out of the replay; returns whether there was one."""
+        with self._journal_lock:
+            return self._journal.forget(key)
 
     def stop(self) -> None:
         """Take no further calls; those that run end with their workers."""

@@ -21,10 +21,7 @@ def of_raylet(raylet_pid: int) -> list[Path]:
 
 
 def sweep(raylet_pid: int) -> int:
-    """Unlink the orphans of a living node; returns how many there were.
-
-    Processes of other users cannot be looked into; then nothing is known, and nothing is unlinked.
-    """
+    """Unlink the orphans of a living node; returns how many there were."""
     candidates: dict[int, Path] = {}
     for path in of_raylet(raylet_pid):
         try:
@@ -33,10 +30,7 @@ def sweep(raylet_pid: int) -> int:
             continue
     if not candidates:
         return 0
-    try:
-        orphans = set(candidates) - _mapped_inodes()
-    except PermissionError:
-        return 0
+    orphans = set(candidates) - _mapped_inodes()
     return sum(_unlink(candidates[inode]) for inode in orphans)
 
 
@@ -46,10 +40,10 @@ def remove_all(raylet_pid: int) -> int:
 
 
 def _mapped_inodes() -> set[int]:
-    """Inodes of all semaphores that any process of this machine maps.
+    """Inodes of all semaphores that a process of this machine maps.
 
-    Raises:
-        PermissionError: a process must not be looked into.
+    Some processes cannot be looked into, the first one of a container for instance. Either they are of another user,
+    and cannot open these semaphores, or they hold more rights than Ray's own processes, and are none of them.
     """
     inodes: set[int] = set()
     for entry in os.scandir("/proc"):
@@ -58,7 +52,7 @@ def _mapped_inodes() -> set[int]:
         try:
             with open(f"/proc/{entry.name}/maps", encoding="utf-8", errors="replace") as maps:
                 inodes.update(int(line.split(None, 5)[4]) for line in maps if "/dev/shm/sem." in line)
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue
     return inodes
 

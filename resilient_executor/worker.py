@@ -169,11 +169,13 @@ class WorkerActor:
             finally:
                 self._rpc_in_hand = ""
 
-    def run_step(self, message: bytes | tuple[bytes, Any]) -> bytes | tuple[bytes, Any]:
+    def run_step(self, message: bytes | tuple[bytes, Any], serialize: bool = False) -> Any:
         """Run this rank's part of one step; bound into the compiled graph.
 
         Args:
             message: the step request; from the second stage on, a pair of it and the previous stage's result.
+            serialize: serialise for the next stage here. Ray would do it outside of the step, where something that
+                cannot be pickled ends the graph; here it is the step's own error.
 
         Returns:
             On the last stage a step reply, before it the request and what the next stage needs.
@@ -198,7 +200,7 @@ class WorkerActor:
             assignment = self._assignment
             assert assignment is not None  # the epoch matched, so init_worker has run
             if assignment.pp_rank < assignment.pp_size - 1:
-                return request, result
+                return _serialized((request, result)) if serialize else (request, result)
             return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None)
         except Exception as error:  # noqa: BLE001 - the engine's own, whatever it is
             self._failed_step = step_id
@@ -258,6 +260,11 @@ def _capture(actor: WorkerActor, error: Exception, operation: str, call_id: int)
         actor._rank, actor._epoch, operation, call_id, type(error).__name__, exc_info=error,
     )  # fmt: skip
     return WorkerException.capture(error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation)
+
+
+def _serialized(value: Any) -> Any:
+    """What a channel of shared memory would make of ``value``; it takes that as it is."""
+    return ray._private.worker.global_worker.get_serialization_context().serialize(value)
 
 
 def _resolve(cls: str | type) -> type:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ class Holdings:
     actors: frozenset[str] = field(default_factory=frozenset)
     processes: frozenset[str] = field(default_factory=frozenset)
     threads: frozenset[str] = field(default_factory=frozenset)
-    shared_memory: frozenset[str] = field(default_factory=frozenset)
+    semaphores: frozenset[str] = field(default_factory=frozenset)
 
     def beyond(self, before: Holdings) -> dict[str, list[str]]:
         """What is here and was not there before."""
@@ -41,7 +40,7 @@ def holdings() -> Holdings:
         actors() if ray.is_initialized() else frozenset(),
         actor_processes(psutil.Process()),
         frozenset(f"{t.ident} {t.name}" for t in threading.enumerate() if t.name.startswith("resilient-executor")),
-        shared_memory() | (semaphores(raylet_pid()) - mapped_here()),
+        semaphores(raylet_pid()) - mapped_here(),
     )
 
 
@@ -59,11 +58,6 @@ def actors() -> frozenset[str]:
     )
 
 
-def shared_memory() -> frozenset[str]:
-    """Files in shared memory, without the semaphores of any raylet: there may be others on this machine."""
-    return frozenset(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
-
-
 def raylet_pid() -> int:
     """The raylet that this process has started, or 0."""
     node = ray._private.worker._global_node
@@ -76,9 +70,12 @@ def semaphores(raylet: int) -> frozenset[str]:
 
 
 def mapped_here() -> frozenset[str]:
-    """Shared memory that this process maps. Ray lets go of a channel's semaphores when its driver ends."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    return frozenset(re.findall(r"/dev/shm/(\S+)", maps))
+    """Semaphores that this process maps. Ray lets go of the channels that it has made when their driver ends.
+
+    By inode: a semaphore's creator maps it under the name that it had before its own.
+    """
+    inodes = {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    return frozenset(entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes)
 
 
 def actor_processes(root: psutil.Process) -> frozenset[str]:

@@ -57,7 +57,7 @@ def run(options: DemoOptions) -> int:
     _check(options)
     console = make_console(plain=options.plain)
     demo = _Demo(options, console)
-    with Interrupts(on_ignored=lambda: demo.story.say("stopping already")) as interrupts:
+    with Interrupts(demo.story.say) as interrupts:
         try:
             outcome = demo.run(interrupts)
         except Interrupted as interrupt:
@@ -260,8 +260,8 @@ class _Service:
 def _let_go(error: BaseException | None) -> None:
     """Clear the frames of an exception, and of those that it came with.
 
-    An interrupt in the middle of a read holds, in its frames, a buffer in Ray's shared memory. Freed after Ray's end, it
-    would take this process down with a segmentation fault.
+    An interrupt in the middle of a read holds, in its frames, a buffer in Ray's shared memory. Freed after Ray's end,
+    it would take this process down with a segmentation fault.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

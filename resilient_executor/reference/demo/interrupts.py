@@ -31,11 +31,11 @@ class Interrupts:
     are ignored: nobody who presses Ctrl-C twice keeps the shutdown from ending what was started.
 
     Args:
-        on_ignored: called when one is ignored.
+        say: gets a line that tells what becomes of a signal; called in the handler, so it must not wait.
     """
 
-    def __init__(self, on_ignored: Callable[[], None]) -> None:
-        self._on_ignored = on_ignored
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._deferred = self._closed = False
         self._come: int | None = None
         self._before: dict[int, Any] = {}
@@ -78,8 +78,11 @@ class Interrupts:
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         if self._closed:
-            self._on_ignored()
+            self._say("shutting down already")
             return
         self._come = signum
-        if not self._deferred:
-            raise Interrupted(signum)
+        if self._deferred:
+            self._say("interrupted: shutting down as soon as this has started")
+            return
+        self._say("interrupted: shutting down")
+        raise Interrupted(signum)
