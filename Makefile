@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench clean
+.PHONY: help venv demo test lint format campaign bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ lint: venv  ## Style, format, types and import rules
 format: venv  ## Repair style and format where that can be done without thought
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+campaign: venv  ## A hundred SIGKILLs at random moments (KILLS=100 SEED=...)
+	KILLS=$(or $(KILLS),100) $(if $(SEED),SEED=$(SEED)) $(BIN)/pytest -s tests/integration/test_kill_campaign.py
 
 bench: venv  ## Measure; results go to build/bench.json (BENCH_ARGS=...)
 	@mkdir -p build
