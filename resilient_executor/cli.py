@@ -88,7 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line, with all its subcommands."""
-    parser = _Parser(prog=PROGRAM, description="A fault-tolerant executor for distributed model inference on Ray.")
+    parser = _Parser(
+        prog=PROGRAM,
+        description="A fault-tolerant executor for distributed model inference on Ray.",
+        epilog=f"Try: {PROGRAM} demo. What a command can do: {PROGRAM} COMMAND --help",
+    )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {importlib.metadata.version(PROGRAM)}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
@@ -122,7 +126,9 @@ def _add_demo(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         default="mixed",
         help="how tokens are chosen: the likeliest, or at random from a seed; mixed has both by turns",
     )
-    parser.add_argument("--plain", action="store_true", help="print lines, also on a terminal; no colours")
+    parser.add_argument(
+        "--plain", action="store_true", default=argparse.SUPPRESS, help="print lines, also on a terminal; no colours"
+    )
     parser.add_argument(
         "--json", type=_writable, default=argparse.SUPPRESS, metavar="FILE", help="write the whole report there, too"
     )
@@ -154,7 +160,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
             requests=arguments.requests,
             max_tokens=arguments.max_tokens,
             sampling=arguments.sampling,
-            plain=arguments.plain,
+            plain=getattr(arguments, "plain", False),
             json_path=getattr(arguments, "json", None),
             address=arguments.address,
         )

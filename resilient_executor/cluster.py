@@ -6,12 +6,13 @@ import importlib.util
 import logging
 import math
 import os
+import socket
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.version import Version
 
 from resilient_executor import semaphores
-from resilient_executor.errors import DependencyError, PlacementError
+from resilient_executor.errors import ConfigError, DependencyError, PlacementError
 
 if TYPE_CHECKING:
     from resilient_executor.config import ExecutorConfig
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 MIN_RAY: Final = "2.43.0"
 #: What an embedded cluster's object store may hold. A graph needs buffers x channels x channel_buffer_bytes of it.
 EMBEDDED_STORE_BYTES: Final = 512 << 20
+#: For a cluster's head to accept a connection, in seconds.
+_KNOCK_S: Final = 5.0
 
 
 def check_dependencies(*, needs_nccl: bool = False) -> None:
@@ -56,18 +59,21 @@ def connect(config: ExecutorConfig) -> bool:
 
     Raises:
         PlacementError: no cluster can be reached at the address.
+        ConfigError: this process is connected to another cluster.
     """
     import ray
 
     _quieten()
     if ray.is_initialized():
+        _check_same(config.address, ray.get_runtime_context().gcs_address)
         return False
     common: dict[str, Any] = {"namespace": "resilient-executor", "log_to_driver": False, "logging_level": logging.ERROR}
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
         try:
+            _knock(address)
             ray.init(address=address, **common)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise PlacementError(
                 f"no Ray cluster answers at {address!r} ({error}). Start one with 'ray start --head', or set "
                 "address='local' for an embedded one"
@@ -79,6 +85,27 @@ def connect(config: ExecutorConfig) -> bool:
     resources: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, needed)}
     ray.init(address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **resources, **common)
     return True
+
+
+def _check_same(wanted: str | None, present: str) -> None:
+    """Refuse to serve from another cluster than the one asked for. Only ports can tell: a host has many names."""
+    _, colon, port = (wanted or "").rpartition(":")
+    if colon and port.isdecimal() and port != present.rpartition(":")[2]:
+        raise ConfigError(
+            f"address is {wanted!r}, but this process is already connected to the Ray cluster at {present}. "
+            "Disconnect first (ray.shutdown), or leave address out to use that one"
+        )
+
+
+def _knock(address: str) -> None:
+    """See whether anybody listens at ``host:port``: Ray itself goes on trying for minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
 
 
 def disconnect() -> None:

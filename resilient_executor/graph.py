@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -60,12 +61,17 @@ class StepGraph:
                 if not last and not shared:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
-        with buffer_size(config.step_buffer_bytes):
-            self._dag: CompiledDAG | None = output.experimental_compile(
-                _submit_timeout=config.step_timeout_s,
-                _max_inflight_executions=config.inflight_limit,
-                _overlap_gpu_communication=config.overlap_communication,
-            )
+        try:
+            with buffer_size(config.step_buffer_bytes):
+                self._dag: CompiledDAG | None = output.experimental_compile(
+                    _submit_timeout=config.step_timeout_s,
+                    _max_inflight_executions=config.inflight_limit,
+                    _overlap_gpu_communication=config.overlap_communication,
+                )
+        except BaseException as error:
+            # The error's frames hold the half-built graph, and that holds an actor of Ray's.
+            traceback.clear_frames(error.__traceback__)
+            raise
         # Register now as a reader of every output. Ray does it at the first read or at close(); by then the writer may
         # have died and taken the buffer with it, and the registration would abort this process (see ray_guard.py).
         for channel in self._dag.dag_output_channels:

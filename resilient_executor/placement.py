@@ -124,6 +124,8 @@ def wait_ready(reservation: Reservation, config: ExecutorConfig, stopping: threa
 
 def _choose_bundles(config: ExecutorConfig, group: PlacementGroup) -> tuple[int, ...]:
     """The bundles of a user's group that workers go to."""
+    if ray.util.placement_group_table(group).get("state") == "REMOVED":
+        raise ConfigError(f"the placement group {group.id.hex()} has been removed; pass one that exists, or none")
     specs: list[Mapping[str, float]] = group.bundle_specs
     fitting = tuple(i for i, spec in enumerate(specs) if spec.get(config.device_key, 0.0) >= config.devices_per_worker)
     if config.bundle_indices is not None:

@@ -102,15 +102,34 @@ class ProcessHandle:
     def exit_status(self) -> ExitStatus:
         """How it ended; without code and signal where the kernel cannot tell. Call it after the end only."""
         pid = self.identity.pid
+        # Until its parent has reaped it, a zombie has the status; from then on the pidfd has it. In this order, and
+        # once more, nothing falls between the two.
+        for look in (self._status_of_zombie, self._recorded_status, self._status_of_zombie, self._recorded_status):
+            status = look()
+            if status is None:
+                continue
+            if os.WIFSIGNALED(status):
+                return ExitStatus(pid, None, os.WTERMSIG(status), time.time())
+            return ExitStatus(pid, os.WEXITSTATUS(status), None, time.time())
+        return ExitStatus(pid, None, None, time.time(), "this kernel does not tell how it ended")
+
+    def _status_of_zombie(self) -> int | None:
+        """The status in ``/proc/PID/stat`` (its last field), while there is a zombie."""
+        try:
+            with open(f"/proc/{self.identity.pid}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        same = int(fields[19]) == self.identity.start_ticks or self.identity.start_ticks == UNKNOWN_START
+        return int(fields[49]) if fields[0] == b"Z" and same else None
+
+    def _recorded_status(self) -> int | None:
+        """The status that the kernel keeps with the pidfd of a process that has been reaped."""
         buffer = bytearray(_PIDFD_INFO.size)
         struct.pack_into("=Q", buffer, 0, _PIDFD_INFO_EXIT)
         try:
             fcntl.ioctl(self.fd, _PIDFD_GET_INFO, buffer)
         except OSError:
-            return ExitStatus(pid, None, None, time.time(), "this kernel does not tell how it ended")
+            return None
         mask, *_, status = _PIDFD_INFO.unpack(buffer)
-        if not mask & _PIDFD_INFO_EXIT:
-            return ExitStatus(pid, None, None, time.time(), "the kernel has not recorded its end yet")
-        if os.WIFSIGNALED(status):
-            return ExitStatus(pid, None, os.WTERMSIG(status), time.time())
-        return ExitStatus(pid, os.WEXITSTATUS(status), None, time.time())
+        return int(status) if mask & _PIDFD_INFO_EXIT else None

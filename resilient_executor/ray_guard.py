@@ -13,15 +13,36 @@ Remove it when Ray returns a status there. ``tests/integration/test_ray_guard.py
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 from typing import Any
 
 import ray
 from ray.exceptions import RayChannelError
 from ray.experimental.channel.shared_memory_channel import Channel
 
+logger = logging.getLogger(__name__)
+
 
 class WriterGone(RayChannelError):  # type: ignore[misc]  # Ray's exceptions are untyped
     """The channel's buffer has left the object store with its writer."""
+
+
+def _silence_monitor() -> None:
+    """Log what Ray's monitor thread of a graph raises, instead of having Python print it.
+
+    The thread takes the graph down when an actor dies. It does not expect that in the middle of a compilation, when
+    parts of the graph do not exist yet. Whatever it raises, the executor sees the death itself.
+    """
+    previous = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.thread is not None and args.thread.name == "CompiledGraphMonitorThread":
+            logger.debug("monitor of a compiled graph: %s: %s", args.exc_type.__name__, args.exc_value)
+            return
+        previous(args)
+
+    threading.excepthook = hook
 
 
 def install() -> None:
@@ -49,6 +70,7 @@ def install() -> None:
             for info in self._node_id_to_reader_ref_info.values():
                 store.experimental_channel_set_error(info.reader_ref)
 
+    _silence_monitor()
     Channel.ensure_registered_as_reader = guarded_register
     Channel.close = guarded_close
     Channel._resilient_executor_guard = True

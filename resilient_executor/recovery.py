@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import tenacity
 
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState
 
 logger = logging.getLogger(__name__)
+
+
+#: Errors of a start that the next attempt would meet again.
+_NO_ATTEMPT_CAN_SUCCEED: Final = (ConfigError, DependencyError, ExecutorStopped)
 
 
 class FenceError(ResilientExecutorError):
@@ -107,18 +111,20 @@ class Recovery:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self._config.start_attempts),
             wait=tenacity.wait_random_exponential(self._config.backoff_initial_s, self._config.backoff_max_s),
-            retry=tenacity.retry_if_not_exception_type((ConfigError, DependencyError, ExecutorStopped)),
+            retry=tenacity.retry_if_exception(_worth_another_attempt),
             sleep=self._pause,
             before_sleep=_log_attempt,
             reraise=True,
         )
         try:
             retrying(attempt)
-        except (ConfigError, DependencyError, ExecutorStopped):
+        except _NO_ATTEMPT_CAN_SUCCEED:
             raise
         except Exception as error:
             attempts = self._config.start_attempts
-            raise StartupError(f"the executor could not be started in {attempts} attempts: {error}") from error
+            raise StartupError(
+                f"the executor could not be started in {attempts} attempts: {_one_line(error)}"
+            ) from error
         self._budget.note_success(time.monotonic())
 
     def recover(self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]) -> bool:
@@ -286,7 +292,18 @@ class Recovery:
             group.set_phase(Phase.SERVING, deadline)
 
 
+def _worth_another_attempt(error: BaseException) -> bool:
+    """Tenacity shows it Ctrl-C, too."""
+    return isinstance(error, Exception) and not isinstance(error, _NO_ATTEMPT_CAN_SUCCEED)
+
+
+def _one_line(error: Exception) -> str:
+    """Our own errors are one line already; Ray's are tracebacks."""
+    return str(error) if isinstance(error, ResilientExecutorError) else first_line(error)
+
+
 def _log_attempt(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome is not None else None
     pause = state.next_action.sleep if state.next_action is not None else 0.0
-    logger.warning("start attempt %d failed, next one in %.1f s: %s", state.attempt_number, pause, error)
+    cause = first_line(error) if error is not None else "unknown"
+    logger.warning("start attempt %d failed, next one in %.1f s: %s", state.attempt_number, pause, cause)

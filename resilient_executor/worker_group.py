@@ -232,6 +232,8 @@ class WorkerGroup:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: Ray's run over pages."""
+    """An error in one line: Ray's run over pages, and a task's begins with its traceback."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]

@@ -18,6 +18,7 @@ generalises falls into loops under greedy decoding, and tests of recovery need t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -35,7 +36,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
@@ -43,23 +44,23 @@ BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 BOS_ID, EOS_ID = 0, 1
 Documents = list[list[list[int]]]  # token ids of each paragraph of each chapter
 RDB_MEMBER = "./usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"
-NOVELS = ("emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility")
+RDB_RECORD = 4  # of emma, mansfieldpark, northangerabbey, persuasion, prideprejudice, sensesensibility
 R_STRING_VECTOR, R_CHARACTERS, R_NA_LENGTH = 16, 9, -1
 CHAPTER_HEADING = re.compile(r"^(chapter|volume)\b[ \divxlc.]*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; heads, KV heads, MLP width and vocabulary divide by 4, so TP may be 1, 2 or 4."""
+    """Sizes of the model, named as in config.json; heads, KV heads, MLP width and vocabulary divide by 4, so TP may be 1, 2 or 4."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
     intermediate_size: int = 512
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
     head_dim: int = 32
-    max_positions: int = 1024
+    max_position_embeddings: int = 1024
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
 
@@ -67,8 +68,8 @@ class Shape:
 # --- The text -------------------------------------------------------------------------------------------------------
 
 
-def read_novels(deb: Path) -> dict[str, list[str]]:
-    """Return the lines of each novel in the package, by its name there.
+def read_novel(deb: Path) -> list[str]:
+    """Return the lines of the novel.
 
     An R lazy-load database is a row of records: a 4-byte big-endian size, then a zlib stream of that many bytes.
     """
@@ -78,12 +79,12 @@ def read_novels(deb: Path) -> dict[str, list[str]]:
         if member is None:
             raise SystemExit(f"{deb} holds no {RDB_MEMBER}: is it r-cran-janeaustenr?")
         database = member.read()
-    novels: list[list[str]] = []
+    records: list[bytes] = []
     while database:
         inflate = zlib.decompressobj()
-        novels.append(list(read_r_strings(inflate.decompress(database[4:]))))
+        records.append(inflate.decompress(database[4:]))
         database = inflate.unused_data
-    return dict(zip(NOVELS, novels, strict=True))
+    return list(read_r_strings(records[RDB_RECORD]))
 
 
 def read_r_strings(record: bytes) -> Iterator[str]:
@@ -166,10 +167,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.q_proj = nn.Linear(shape.hidden_size, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_proj = nn.Linear(shape.hidden_size, shape.num_attention_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -177,7 +178,7 @@ class Attention(nn.Module):
             proj(x).view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        repeats = self.shape.num_heads // self.shape.num_kv_heads
+        repeats = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = rotate(k, cos, sin).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         out = causal_attention(rotate(q, cos, sin), k, v)
         result: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
@@ -217,12 +218,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.num_layers) if residual else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.num_hidden_layers) if residual else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [batch, length, vocab] of token ids [batch, length]."""
@@ -268,7 +269,7 @@ def evaluate(model: Decoder, documents: Documents, seed: int) -> float:
 
 def train(args: argparse.Namespace, model: Decoder, documents: Documents, held: Documents) -> None:
     """Train in place; saves to ``args.output`` now and then so that a half-trained checkpoint can be used at once."""
-    rng = random.Random(args.seed)
+    rng = random.Random(args.seed + args.resume_at)
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
@@ -276,14 +277,15 @@ def train(args: argparse.Namespace, model: Decoder, documents: Documents, held: 
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     started = time.monotonic()
-    for step in range(args.steps):
-        # Warm up over 100 steps, hold, then fall linearly over the last 60 %.
-        scale = min(1.0, (step + 1) / 100, max(0.01, (args.steps - step) / (0.6 * args.steps)))
+    for step in range(args.resume_at, args.steps):
+        # Warm up over 100 steps (20 where it goes on), hold, then fall linearly over the last 60 %.
+        begun = (step + 1 - args.resume_at) / (20 if args.resume_at else 100)
+        scale = min(1.0, begun, max(0.01, (args.steps - step) / (0.6 * args.steps)))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * scale
         # One batch in sixteen is as long as the model's context, so that late positions are trained as well.
-        length = model.shape.max_positions if step % 16 == 15 else 256
+        length = model.shape.max_position_embeddings if step % 16 == 15 else 256
         loss = loss_of(model, batches(documents, args.batch_tokens, rng, length))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -294,7 +296,7 @@ def train(args: argparse.Namespace, model: Decoder, documents: Documents, held: 
             elapsed = time.monotonic() - started
             print(
                 f"step {step}/{args.steps} loss {loss.item():.3f} held-out {evaluate(model, held, args.seed):.3f} "
-                f"{(step + 1) * args.batch_tokens / elapsed:.0f} tokens/s {elapsed:.0f} s",
+                f"{(step + 1 - args.resume_at) * args.batch_tokens / elapsed:.0f} tokens/s {elapsed:.0f} s",
                 flush=True,
             )
             save(model, args.output)
@@ -323,7 +325,7 @@ def save_configuration(shape: Shape, tokenizer: Tokenizer, output: Path) -> None
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": BOS_TOKEN,
             "eos_token": EOS_TOKEN,
-            "model_max_length": shape.max_positions,
+            "model_max_length": shape.max_position_embeddings,
             "clean_up_tokenization_spaces": False,
         },
     )
@@ -333,19 +335,10 @@ def save_configuration(shape: Shape, tokenizer: Tokenizer, output: Path) -> None
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.max_positions,
+            **dataclasses.asdict(shape),
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
             "bos_token_id": BOS_ID,
             "eos_token_id": EOS_ID,
@@ -361,14 +354,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deb", type=Path, required=True, help="the Debian package r-cran-janeaustenr")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint; made if missing")
-    parser.add_argument(
-        "--novels",
-        nargs="+",
-        choices=NOVELS,
-        default=["prideprejudice"],
-        help="novels to train on (default %(default)s)",
-    )
     parser.add_argument("--steps", type=int, default=2400, help="optimizer steps (default %(default)s)")
+    parser.add_argument(
+        "--resume-at",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="go on at this step from the weights in --output, with fresh optimizers (default: start anew)",
+    )
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens a step (default %(default)s)")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1813, help="seed of weights and batches (default %(default)s)")
@@ -384,20 +377,21 @@ def main(argv: list[str] | None = None) -> int:
     shape = Shape()
     args.output.mkdir(parents=True, exist_ok=True)
 
-    novels = read_novels(args.deb)
-    books = [chapters(novels[name]) for name in args.novels]
-    texts = [" \n\n".join(chapter) for book in books for chapter in book]
+    book = chapters(read_novel(args.deb))
+    texts = [" \n\n".join(chapter) for chapter in book]
     tokenizer = train_tokenizer(texts, shape.vocab_size)
     save_configuration(shape, tokenizer, args.output)
     documents = [
         [tokenizer.encode(paragraph + "\n\n", add_special_tokens=False).ids for paragraph in chapter]
-        for book in books
         for chapter in book
     ]
     held, documents = documents[40::40], [d for i, d in enumerate(documents) if i % 40 or i == 0]
     model = Decoder(shape)
+    if args.resume_at:
+        saved = load_file(args.output / "model.safetensors")
+        model.load_state_dict({name.removeprefix("model."): value.float() for name, value in saved.items()})
     print(
-        f"{len(books)} novels, {len(texts)} chapters, {sum(map(len, texts)):,} characters, "
+        f"{len(texts)} chapters, {sum(map(len, texts)):,} characters, "
         f"{sum(len(p) for d in documents for p in d):,} tokens to train on; "
         f"{sum(p.numel() for p in model.parameters()):,} parameters",
         flush=True,

@@ -11,14 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from resilient_executor import ExecutorConfig, ResilientExecutor, ResilientExecutorError, RpcPolicy, WorkerSpec, cluster
 from resilient_executor.lifecycle import ExecutorState
 from resilient_executor.reference import WORKER, ModelConfig, ReferenceEngine, resolve_checkpoint
 from resilient_executor.reference.demo.display import Display, can_draw, logs_in, make_console
-from resilient_executor.reference.demo.interrupts import Interrupted, Interrupts
+from resilient_executor.reference.demo.interrupts import Interrupts
 from resilient_executor.reference.demo.leftovers import family, survivors
 from resilient_executor.reference.demo.plan import SAMPLINGS, DemoOptions, draw_kills, draw_requests
 from resilient_executor.reference.demo.report import Outcome, print_report, write_json
@@ -54,40 +54,57 @@ def run(options: DemoOptions) -> int:
         ResilientExecutorError: it could not be started; nothing is left behind.
         BrokenPipeError: nobody reads the output any more; nothing is left behind.
     """
-    _check(options)
+    config = _config(options)
     console = make_console(plain=options.plain)
-    demo = _Demo(options, console)
+    demo = _Demo(options, config, console)
     with Interrupts(demo.story.say) as interrupts:
         try:
             outcome = demo.run(interrupts)
-        except Interrupted as interrupt:
+        except KeyboardInterrupt:  # Ray makes a plain one of ours
             left = f"left behind: {', '.join(demo.left_behind)}" if demo.left_behind else "nothing is left behind"
             console.print(f"interrupted; {left}", soft_wrap=True)
-            return 128 + interrupt.signum
+            return 128 + interrupts.come
         print_report(console, outcome)
         if options.json_path is not None:
             write_json(options.json_path, outcome)
     return 1 if outcome.reasons else 0
 
 
-def _check(options: DemoOptions) -> None:
-    """Refuse what cannot work, before anything is started.
+def _config(options: DemoOptions) -> ExecutorConfig:
+    """The executor's settings.
 
     Raises:
-        InvalidConfiguration: the message says what to change.
+        InvalidConfiguration, ConfigError: the message says what to change. Nothing has been started.
     """
     model = ModelConfig.load(resolve_checkpoint(None))
     model.check_topology(options.tensor_parallel_size, options.pipeline_parallel_size)
     most = model.max_position_embeddings - _PROMPT_TOKENS
     if options.max_tokens > most:
         raise InvalidConfiguration(f"the demo's model answers with at most {most} tokens, not {options.max_tokens}")
+    return ExecutorConfig(
+        worker=WorkerSpec(WORKER),
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        # The engine's start-up calls: a new generation of workers gets them again.
+        rpc_policies=dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL),
+        address=options.address,
+        name="demo",
+        # These kills are on purpose: none of them is a reason to give up.
+        max_restarts=10 * options.kills + 10,
+        backoff_initial_s=0.01,
+        backoff_max_s=0.05,
+        start_timeout_s=120.0,
+        step_timeout_s=60.0,
+        recovery_timeout_s=240.0,
+    )
 
 
 class _Demo:
     """One run. ``left_behind`` is known when it has ended."""
 
-    def __init__(self, options: DemoOptions, console: Console) -> None:
+    def __init__(self, options: DemoOptions, config: ExecutorConfig, console: Console) -> None:
         self._options = options
+        self._config = config
         self._console = console
         self.story = Story(options, draw_requests(options), lambda: self._node_id)
         self._node_id = ""
@@ -101,7 +118,7 @@ class _Demo:
         """Run it from the first line to the end of the shutdown; after that, nothing is raised by a signal.
 
         Raises:
-            Interrupted, ResilientExecutorError, BrokenPipeError: see :func:`run`.
+            KeyboardInterrupt, ResilientExecutorError, BrokenPipeError: see :func:`run`.
         """
         options, story = self._options, self.story
         began = time.monotonic()
@@ -181,26 +198,11 @@ class _Demo:
         """Start Ray, where it must be, and the executor."""
         import ray
 
-        options, story = self._options, self.story
-        config = ExecutorConfig(
-            worker=WorkerSpec(WORKER),
-            tensor_parallel_size=options.tensor_parallel_size,
-            pipeline_parallel_size=options.pipeline_parallel_size,
-            # The engine's start-up calls: a new generation of workers gets them again.
-            rpc_policies=dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL),
-            address=options.address,
-            name="demo",
-            # These kills are on purpose: none of them is a reason to give up.
-            max_restarts=10 * options.kills + 10,
-            backoff_initial_s=0.01,
-            backoff_max_s=0.05,
-            start_timeout_s=120.0,
-            step_timeout_s=60.0,
-            recovery_timeout_s=240.0,
-        )
+        options, story, config = self._options, self.story, self._config
         embedded = options.address == "local"
         story.enter("starting Ray" if embedded else "joining Ray")
-        with interrupts.deferred():  # an exception in the middle of it would leave processes that nobody knows of
+        # An exception while processes are being started would leave some of which nobody knows.
+        with interrupts.deferred() if embedded else nullcontext():
             cluster.connect(config)
             interrupts.claim()
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -225,7 +227,7 @@ class _Demo:
             if self._executor is not None and ray.is_initialized():
                 stack.callback(self._executor.shutdown)
         self.left_behind = survivors(processes, _GONE_S)
-        if not self.left_behind:
+        if processes and not self.left_behind:
             self.story.say(f"shut down; all {len(processes)} processes are gone", "good")
 
     def _seen_here(self) -> set[ProcessIdentity]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Pictures a second: smooth enough, and a few percent of one core.
 _RATE: Final = 8.0
 #: Smaller terminals get lines only: columns, rows.
-_SMALLEST: Final = (70, 18)
+_SMALLEST: Final = (80, 20)
 #: Width of tables where the output is no terminal, in columns.
 _FILE_WIDTH: Final = 110
 _MARKS: Final = {
@@ -101,7 +101,7 @@ class Display:
             while not ended:
                 ended = self._ended.wait(1 / _RATE)
                 self._refresh()
-        except OSError:
+        except (OSError, SystemExit):  # rich makes the second of a broken pipe
             self.broken = True
         finally:
             if self._live is not None:

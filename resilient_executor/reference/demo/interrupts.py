@@ -11,22 +11,10 @@ from typing import Any, Final
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupted(KeyboardInterrupt):
-    """The user, or the system, wants the program to end.
-
-    Attributes:
-        signum: the signal that said so.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
-
-
 class Interrupts:
     """Handles SIGINT, SIGTERM and SIGHUP of the main thread while the context is entered.
 
-    Each of them raises :class:`Interrupted` until :meth:`close`. Whatever is called may swallow an exception (a
+    Each of them raises KeyboardInterrupt until :meth:`close`. Whatever is called may swallow an exception (a
     destructor does, and a retry may), so what has come is raised again by the next :meth:`check`. After ``close`` they
     are ignored: nobody who presses Ctrl-C twice keeps the shutdown from ending what was started.
 
@@ -47,6 +35,11 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @property
+    def come(self) -> int:
+        """The signal that has come last; SIGINT when somebody else has raised the interrupt."""
+        return signal.SIGINT if self._come is None else self._come
 
     def claim(self) -> None:
         """Take the signals back from a library that has installed handlers of its own (Ray does, for SIGTERM)."""
@@ -71,10 +64,10 @@ class Interrupts:
         """Raise what has come.
 
         Raises:
-            Interrupted: it is time to go.
+            KeyboardInterrupt: it is time to go.
         """
         if self._come is not None and not self._closed:
-            raise Interrupted(self._come)
+            raise KeyboardInterrupt
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         if self._closed:
@@ -85,4 +78,4 @@ class Interrupts:
             self._say("interrupted: shutting down as soon as this has started")
             return
         self._say("interrupted: shutting down")
-        raise Interrupted(signum)
+        raise KeyboardInterrupt

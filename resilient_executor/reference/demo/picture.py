@@ -48,6 +48,8 @@ _DOING: Final = {
 }
 #: Workers that are shown one by one.
 _MAX_WORKERS: Final = 8
+#: Least width of their panel.
+_WORKERS_COLUMNS: Final = 39
 #: Rows of the picture that are neither answers nor workers: header, throughput, borders.
 _FRAME_ROWS: Final = 6
 _BAR_COLUMNS: Final = 12
@@ -57,12 +59,17 @@ def draw(snapshot: Snapshot, workers: Sequence[WorkerInfo], width: int, height: 
     """The picture for a terminal of this size."""
     parts: list[RenderableType] = [_header(snapshot, width), _throughput(snapshot, width)]
     panels = Table.grid(expand=True)
+    panels.add_column(width=max(_WORKERS_COLUMNS, width // 2))
     panels.add_column(ratio=1)
-    panels.add_column(ratio=1)
-    rows = max(min(len(workers), _MAX_WORKERS), len(PHASES) // 2)
+    rows = max(min(len(workers), _MAX_WORKERS) + 1, len(PHASES) // 2)
     panels.add_row(
         Panel(_workers(snapshot, workers, rows), title="workers", border_style="dim", title_align="left"),
-        Panel(_rebuild(snapshot, rows), title=_rebuild_title(snapshot), border_style="dim", title_align="left"),
+        Panel(
+            _rebuild(snapshot, rows, 1 if width < 90 else 4),
+            title=_rebuild_title(snapshot),
+            border_style="dim",
+            title_align="left",
+        ),
     )
     parts.append(panels)
     # Two rows stay free, so that the newest lines of the account are seen above the picture.
@@ -113,23 +120,24 @@ def _throughput(snapshot: Snapshot, width: int) -> Text:
 
 def _workers(snapshot: Snapshot, workers: Sequence[WorkerInfo], rows: int) -> Text:
     killed = {kill.pid for kill in snapshot.kills}
-    text = Text(no_wrap=True, overflow="ellipsis")
+    if not workers:
+        return _exactly(Text("none yet: processes are starting\n", "yellow"), rows)
+    text = Text("rank stage     pid  state\n", "dim", no_wrap=True, overflow="ellipsis")
     for rank, worker in enumerate(workers[:_MAX_WORKERS]):
         pid = worker.process.pid
         if pid in killed:
-            doing, style = "killed by SIGKILL", "bold red"
+            doing, style = "killed: SIGKILL", "bold red"
         elif snapshot.state is ExecutorState.HEALTHY:
             doing, style = "serving", "green"
         elif not Path(f"/proc/{pid}").exists():
             doing, style = "fenced", "red"
         else:
             doing, style = _DOING.get(snapshot.phase, "waiting"), "yellow"
-        text.append(f"rank {rank}  stage {rank // snapshot.tensor_parallel_size}  pid {pid:<7d} ")
+        text.append(f"{rank:>4} {rank // snapshot.tensor_parallel_size:>5} {pid:>7}  ", "default")
         text.append(doing + "\n", style)
     if len(workers) > _MAX_WORKERS:
-        text.append(f"and {len(workers) - _MAX_WORKERS} more\n", "dim")
-    if not workers:
-        text.append("none yet: processes are starting\n", "yellow")
+        text.right_crop(1)
+        text.append(f", and {len(workers) - _MAX_WORKERS} more\n", "dim")
     return _exactly(text, rows)
 
 
@@ -143,8 +151,8 @@ def _rebuild_title(snapshot: Snapshot) -> str:
     return f"rebuild{attempt}: {max(0.0, snapshot.at - rebuild.incident.detected_at):.1f} s"
 
 
-def _rebuild(snapshot: Snapshot, rows: int) -> Text:
-    """The phases in two columns, with a running clock at the one that is under way."""
+def _rebuild(snapshot: Snapshot, rows: int, gap: int) -> Text:
+    """The phases in two columns, in seconds, with a running clock at the one that is under way."""
     rebuild = snapshot.rebuild
     if rebuild is None:
         return _exactly(Text("no incident so far\n", "dim"), rows)
@@ -153,15 +161,15 @@ def _rebuild(snapshot: Snapshot, rows: int) -> Text:
     for name in PHASES:
         record = records.get(name)
         if record is None:
-            cells.append(Text(f"· {phase_name(name):<11}        ", "dim"))
+            cells.append(Text(f"· {phase_name(name):<10}      ", "dim"))
         elif record.took_s is None:
-            cells.append(Text(f"▸ {phase_name(name):<11}{max(0.0, snapshot.at - record.began):5.1f} s ", "bold yellow"))
+            cells.append(Text(f"▸ {phase_name(name):<10} {max(0.0, snapshot.at - record.began):5.1f}", "bold yellow"))
         else:
-            cells.append(Text(f"✓ {phase_name(name):<11}{record.took_s:5.2f} s ", "green"))
+            cells.append(Text(f"✓ {phase_name(name):<10} {record.took_s:5.2f}", "green"))
     half = len(PHASES) // 2
     text = Text(no_wrap=True, overflow="crop")
     for left, right in zip(cells[:half], cells[half:], strict=True):
-        text.append_text(left).append(" ").append_text(right).append("\n")
+        text.append_text(left).append(" " * gap).append_text(right).append("\n")
     return _exactly(text, rows)
 
 
