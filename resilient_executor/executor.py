@@ -345,7 +345,6 @@ class ResilientExecutor:
                 self._take_down()
                 if self._connected_here:
                     cluster.disconnect()
-            self._rpc.stop()
 
     def _end_start(self) -> None:
         """If another thread is still starting the executor, make it stop, and wait for it: it holds bundles."""
@@ -373,8 +372,7 @@ class ResilientExecutor:
             supervision.retire(current.epoch)
             if current.pipeline is not None:
                 current.pipeline.condemn(None)
-            if current.graph is not None:
-                current.graph.tear_down(self._config.teardown_timeout_s)
+            # No teardown before the workers are gone: with a step in a worker's hands it would last as long as that.
             if current.group is not None:
                 current.group.shut_down(_FAREWELL_S)
         if (last := self._lifecycle.current) is not None:

@@ -102,7 +102,10 @@ class StepGraph:
                 replies.append(reference.get(timeout=self.timeout_s if number == 0 else _CACHED_S))
             except RayTaskError as raised:
                 error = error or raised
-            except Exception:
+            except BaseException as raised:
+                # Ctrl-C in the middle of a read: the frames hold a buffer of the channel. Whoever keeps the exception,
+                # as the interpreter does to its end, would release it when Ray is gone, and crash the process.
+                traceback.clear_frames(raised.__traceback__)
                 self.discard(references)
                 raise
         if error is not None:

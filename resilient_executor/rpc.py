@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import cloudpickle
@@ -29,7 +29,6 @@ class CollectiveRpc:
         self._overseer = overseer
         self._journal = journal
         self._journal_lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="resilient-executor-rpc")
 
     def entry(
         self,
@@ -62,8 +61,18 @@ class CollectiveRpc:
         return self._config.rpc_policies.get(name, RpcPolicy.ONCE)
 
     def submit(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> Future[list[Any]]:
-        """The same as :meth:`call`, in another thread."""
-        return self._threads.submit(self.call, entry, policy, timeout_s)
+        """The same as :meth:`call`, in another thread; a daemon, since the interpreter waits for all others to end."""
+        future: Future[list[Any]] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(self.call(entry, policy, timeout_s))
+            except Exception as error:  # noqa: BLE001 - a future holds all of its call's errors
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="resilient-executor-rpc", daemon=True).start()
+        return future
 
     def call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> list[Any]:
         """Make the call, on as many epochs as its policy and ``timeout_s`` allow; see ``collective_rpc``."""
@@ -110,7 +119,3 @@ class CollectiveRpc:
         """Take the journalled call with this key out of the replay; returns whether there was one."""
         with self._journal_lock:
             return self._journal.forget(key)
-
-    def stop(self) -> None:
-        """Take no further calls; those that run end with their workers."""
-        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -51,7 +51,7 @@ CHAPTER_HEADING = re.compile(r"^(chapter|volume)\b[ \divxlc.]*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model, named as in config.json; heads, KV heads, MLP width and vocabulary divide by 4, so TP may be 1, 2 or 4."""
+    """Sizes of the model, named as in config.json. Heads, MLP width and vocabulary divide by 4, for TP 1, 2 and 4."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -355,13 +355,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deb", type=Path, required=True, help="the Debian package r-cran-janeaustenr")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint; made if missing")
     parser.add_argument("--steps", type=int, default=2400, help="optimizer steps (default %(default)s)")
-    parser.add_argument(
-        "--resume-at",
-        type=int,
-        default=0,
-        metavar="STEP",
-        help="go on at this step from the weights in --output, with fresh optimizers (default: start anew)",
-    )
+    resume = "go on at this step from the weights in --output, with fresh optimizers (default: start anew)"
+    parser.add_argument("--resume-at", type=int, default=0, metavar="STEP", help=resume)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens a step (default %(default)s)")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1813, help="seed of weights and batches (default %(default)s)")

@@ -122,7 +122,7 @@ def _workers(snapshot: Snapshot, workers: Sequence[WorkerInfo], rows: int) -> Te
     killed = {kill.pid for kill in snapshot.kills}
     if not workers:
         return _exactly(Text("none yet: processes are starting\n", "yellow"), rows)
-    text = Text("rank stage     pid  state\n", "dim", no_wrap=True, overflow="ellipsis")
+    text = Text(no_wrap=True, overflow="ellipsis").append("rank stage     pid  state\n", "dim")
     for rank, worker in enumerate(workers[:_MAX_WORKERS]):
         pid = worker.process.pid
         if pid in killed:
@@ -133,7 +133,7 @@ def _workers(snapshot: Snapshot, workers: Sequence[WorkerInfo], rows: int) -> Te
             doing, style = "fenced", "red"
         else:
             doing, style = _DOING.get(snapshot.phase, "waiting"), "yellow"
-        text.append(f"{rank:>4} {rank // snapshot.tensor_parallel_size:>5} {pid:>7}  ", "default")
+        text.append(f"{rank:>4} {rank // snapshot.tensor_parallel_size:>5} {pid:>7}  ")
         text.append(doing + "\n", style)
     if len(workers) > _MAX_WORKERS:
         text.right_crop(1)

@@ -23,6 +23,8 @@ from resilient_executor.supervisor.incidents import Incident
 
 #: Differing answers that are listed one by one.
 _MAX_DIFFERENCES = 5
+#: Width of all but the widest column of the incidents.
+_OTHER_COLUMNS = 51
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,18 @@ def print_report(console: Console, outcome: Outcome) -> None:
     """Print everything; the last line is the verdict."""
     console.print()
     if outcome.incidents:
-        console.print(_incidents(outcome))
+        console.print(_incidents(outcome, console.width))
     console.print(_tokens(outcome))
     for difference in outcome.comparison.differences[:_MAX_DIFFERENCES]:
         console.print(Text(f"  {difference.describe()}", "red"))
     if (more := len(outcome.comparison.differences) - _MAX_DIFFERENCES) > 0:
         console.print(Text(f"  and {more} more", "red"))
     console.print()
-    for reason in outcome.reasons:
-        console.print(Text.assemble(("FAILED ", "bold red"), reason), soft_wrap=True)
-    if not outcome.reasons:
-        console.print(Text.assemble(("PASSED ", "bold green"), _success(outcome)), soft_wrap=True)
+    verdict = [Text.assemble(("FAILED ", "bold red"), reason) for reason in outcome.reasons] or [
+        Text.assemble(("PASSED ", "bold green"), _success(outcome))
+    ]
+    for line in verdict:
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _success(outcome: Outcome) -> str:
@@ -104,7 +107,7 @@ def _success(outcome: Outcome) -> str:
     )
 
 
-def _incidents(outcome: Outcome) -> Table:
+def _incidents(outcome: Outcome, width: int) -> Table:
     table = Table(title="Incidents", title_justify="left", box=rich.box.SIMPLE_HEAD, expand=True, padding=(0, 1))
     table.add_column("#", justify="right")
     table.add_column("first cause, and the phases of the rebuild in seconds", ratio=1)
@@ -116,7 +119,7 @@ def _incidents(outcome: Outcome) -> Table:
             after = f", noticed after {_milliseconds(kill.noticed_after_s)}" if kill.noticed_at is not None else ""
             what.append(f"\nthen rank {kill.rank} (pid {kill.pid}) {kill.describe()}{after}")
         phases = [f"{phase_name(name)} {incident.phases[name]:.2f}" for name in PHASES if name in incident.phases]
-        what.append("\n" + "  ".join(phases), "dim")
+        what.append("".join("\n" + line for line in _packed(phases, width - _OTHER_COLUMNS)), "dim")
         table.add_row(
             str(incident.number),
             what,
@@ -126,6 +129,16 @@ def _incidents(outcome: Outcome) -> Table:
             " ".join(str(epoch) for epoch in (incident.epoch, *incident.epochs_tried)),
         )
     return table
+
+
+def _packed(items: Sequence[str], width: int) -> list[str]:
+    """Lines of whole items."""
+    lines = [""]
+    for item in items:
+        if lines[-1] and len(lines[-1]) + 2 + len(item) > width:
+            lines.append("")
+        lines[-1] += f"  {item}" if lines[-1] else item
+    return lines
 
 
 def _tokens(outcome: Outcome) -> Table:
