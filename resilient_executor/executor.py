@@ -55,6 +55,7 @@ class ResilientExecutor:
     Raises:
         ConfigError, DependencyError, PlacementError: nothing was started.
         StartupError: the workers did not come up; everything was removed again.
+        TopologyError: they cannot form the group; the same.
     """
 
     uses_ray = True

@@ -27,6 +27,7 @@ from resilient_executor.errors import (
     ExecutorStopped,
     ResilientExecutorError,
     StartupError,
+    TopologyError,
     WorkerStartError,
 )
 from resilient_executor.graph import StepGraph
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 #: Errors of a start that the next attempt would meet again.
-_NO_ATTEMPT_CAN_SUCCEED: Final = (ConfigError, DependencyError, ExecutorStopped)
+_NO_ATTEMPT_CAN_SUCCEED: Final = (ConfigError, DependencyError, ExecutorStopped, TopologyError)
 
 
 class FenceError(ResilientExecutorError):
@@ -99,7 +100,7 @@ class Recovery:
 
         Raises:
             StartupError: every attempt failed; ``__cause__`` is the last failure.
-            ConfigError, DependencyError: no attempt can succeed.
+            ConfigError, DependencyError, TopologyError: no attempt can succeed.
         """
 
         def attempt() -> None:

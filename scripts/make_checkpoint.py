@@ -4,15 +4,15 @@ The text is Jane Austen's "Pride and Prejudice", in the public domain, from the 
 Fetch it and run, in about a quarter of an hour on two cores::
 
     apt-get download r-cran-janeaustenr
-    python scripts/make_checkpoint.py --deb r-cran-janeaustenr_*_all.deb --output /tmp/checkpoint
+    python scripts/make_checkpoint.py --deb r-cran-janeaustenr_*_all.deb --output checkpoint
 
 What it does, in order: read the novels out of the package (R's own serialisation, parsed here), train a byte-level
 BPE tokenizer, train a Llama decoder with HF tensor names (Muon for the matrices, AdamW for the rest, seeded), and
 write the Hugging Face layout: config.json, generation_config.json, model.safetensors (float16), tokenizer.json,
 tokenizer_config.json. The numbers depend a little on the CPU and on the torch release, as sums of floats do.
 
-The model sees the novel some thirty times and knows much of it by heart. That is on purpose: a model of this size that
-generalises falls into loops under greedy decoding, and tests of recovery need text that goes on.
+The model sees the novel almost thirty times and knows much of it by heart. That is on purpose: a model of this size
+that generalises falls into loops under greedy decoding, and tests of recovery need text that goes on.
 """
 
 from __future__ import annotations

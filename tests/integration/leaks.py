@@ -61,7 +61,8 @@ def actors() -> frozenset[str]:
 def raylet_pid() -> int:
     """The raylet that this process has started, or 0."""
     node = ray._private.worker._global_node
-    return int(node.all_processes["raylet"][0].process.pid) if node is not None and ray.is_initialized() else 0
+    raylets = node.all_processes.get("raylet", []) if node is not None and ray.is_initialized() else []
+    return int(raylets[0].process.pid) if raylets else 0
 
 
 def semaphores(raylet: int) -> frozenset[str]:

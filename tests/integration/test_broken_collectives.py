@@ -48,7 +48,7 @@ def step_after_loss(executor: ResilientExecutor) -> Any:
 
 @pytest.mark.timeout(180)
 def test_a_death_inside_a_collective_is_the_first_cause_not_its_broken_connection(executor: ResilientExecutor) -> None:
-    """F35, F11: rank 0 waits in the all-reduce and sees "connection closed by peer" before anybody knows of the death."""
+    """F35, F11: rank 0 waits in the all-reduce, and sees a closed connection before anybody knows of the death."""
     for delay in (0.05, 0.3, 0.0):
         assert step_after_loss(executor) == SUM
         epoch = executor.epoch
@@ -110,7 +110,7 @@ def test_an_exception_after_the_collectives_needs_no_rebuild(executor: Resilient
 
 
 def test_a_step_whose_collective_may_have_met_the_wrong_step_is_never_believed(executor: ResilientExecutor) -> None:
-    """Rank 1 raises in a step, and goes on to the next one in flight, where it meets rank 0, which is still in the first.
+    """Rank 1 raises in a step, and goes on to the next one in flight, where it meets rank 0, still in the first.
 
     The sums then come out wrong (1*1 + 2*1000 instead of 1 + 2, or 3000), with no error anywhere.
     """

@@ -28,12 +28,12 @@ from resilient_executor.reference import (
     UnknownToken,
 )
 
-PROMPTS = [
+PROMPTS: list[str | list[int]] = [
     "It is a truth universally acknowledged, that",
     "Anne",
     "The next morning, before breakfast was over,",
     '"My dear Mr. Bennet," said his lady',
-    "Captain Wentworth said nothing. " * 8,
+    [0, *range(300, 370)],
 ]
 MIXED = [
     SamplingParams(max_tokens=24, ignore_eos=True),
@@ -162,11 +162,11 @@ def tokens_of(engine: ReferenceEngine) -> list[tuple[int, ...]]:
         {"max_batch_tokens": 7},
         {"max_num_requests": 2},
         {"max_batch_tokens": 64, "max_concurrent_steps": 3},
-        {"max_num_requests": 5, "max_model_len": 144},
+        {"max_num_requests": 5, "max_model_len": 96},
     ],
 )
 def test_batching_and_chunks_do_not_change_tokens(undisturbed: list[tuple[int, ...]], limits: dict[str, int]) -> None:
-    small = {"kv_capacity_tokens": 144} if "max_model_len" in limits else {}
+    small = {"kv_capacity_tokens": 96} if "max_model_len" in limits else {}
     executor = InProcessExecutor(**small)
     assert tokens_of(ReferenceEngine(executor, **limits)) == undisturbed  # type: ignore[arg-type]
     if small:
