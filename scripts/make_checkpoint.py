@@ -1,6 +1,6 @@
 """Make the small Llama checkpoint that the reference engine and the tests run on.
 
-The text is the novel "Pride and Prejudice" (1813), in the public domain, from the Debian package ``r-cran-janeaustenr``.
+The text is "Pride and Prejudice" (1813), in the public domain, from the Debian package ``r-cran-janeaustenr``.
 Fetch it and run, in about a quarter of an hour on two cores::
 
     apt-get download r-cran-janeaustenr

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probe_executor import ExecutorFactory, await_epoch, run_step, within
+from probe_executor import ExecutorFactory, run_step, within
 from probe_worker import ProbeError
 
 from resilient_executor import (
@@ -149,13 +149,3 @@ def test_futures_wait_for_the_verdict(make_executor: ExecutorFactory, tmp_path: 
         late("late")
     with pytest.raises(ExecutorFailed, match="exited with code 7"):
         late("late", non_block=True)
-
-
-def test_failures_in_a_row_count_and_not_their_sum(make_executor: ExecutorFactory) -> None:
-    """With a window as short as the service between two deaths, a budget of one is enough for many."""
-    executor = make_executor(max_restarts=1, restart_window_s=0.3, backoff_reset_s=0.2, eager_graph=False)
-    for epoch in (2, 3):
-        time.sleep(0.5)
-        kill(executor, 0)
-        await_epoch(executor, epoch)
-    assert [incident.outcome for incident in executor.incidents] == ["recovered"] * 2

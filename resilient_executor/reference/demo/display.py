@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,7 @@ class Display:
     def _run(self) -> None:
         try:
             if self._live is not None:
+                _echo_control_characters(False)
                 self._live.start()
             ended = False
             while not ended:
@@ -106,6 +108,7 @@ class Display:
         finally:
             if self._live is not None:
                 self._live.stop()
+                _echo_control_characters(True)
 
     def _refresh(self) -> None:
         for line in self._story.take_lines():
@@ -114,6 +117,15 @@ class Display:
             snapshot = self._story.snapshot(SPARK_WINDOW_S)
             picture = draw(snapshot, self._workers(), self._console.width, self._console.height)
             self._live.update(picture, refresh=True)
+
+
+def _echo_control_characters(on: bool) -> None:
+    """Whether the terminal shows ``^C`` for Ctrl-C, which would push the picture out of its place."""
+    if not sys.stdin.isatty():
+        return
+    settings = termios.tcgetattr(sys.stdin)
+    settings[3] = settings[3] | termios.ECHOCTL if on else settings[3] & ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
 
 
 def print_line(console: Console, line: Line, began: float) -> None:

@@ -14,19 +14,20 @@ from typing import Final
 
 from resilient_executor.reference.request import SamplingParams
 
+#: The first ones begin paragraphs of the text that the checkpoint was trained on, and read best.
 PROMPTS: Final = (
+    "But the attention of every lady was soon caught by a young",
+    "Elizabeth joined them again only to say that her sister was worse,",
+    "When the tea-things were removed, and the card-tables placed, the ladies all",
+    "There was just such an informality in the terms of the bequest",
+    '"I have not the smallest objection to explaining them," said he, as',
+    '"The engagement between them is of a peculiar kind. From their infancy,',
+    '"I have just received your letter, and shall devote this whole morning',
+    '"Well," cried her mother, "it is all very right; who should do',
     "Mr. Darcy",
-    "Elizabeth was",
-    "He looked at",
-    "My dear Emma,",
-    "She could not",
     "It was a fine evening, and",
-    "Captain Wentworth",
     "The house stood on",
-    "Anne had never",
-    "In the morning",
-    "There was a",
-    "The letter began:",
+    "She could not",
 )
 SAMPLINGS: Final = ("mixed", "greedy", "seeded")
 #: Phases of a rebuild in which new workers can be killed, with the longest delay after their beginning, and a weight.
