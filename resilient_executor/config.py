@@ -73,7 +73,7 @@ class ExecutorConfig:
             takes the output of the last stage's first rank.
 
         address: Ray cluster to join; None joins one that this process or ``RAY_ADDRESS`` already names, else starts an
-            embedded one; ``"local"`` always starts an embedded one.
+            embedded one; ``"local"`` starts an embedded one unless this process is connected already.
         name: names the executor in logs, in status and for its actors.
         device_key: Ray resource that a worker takes: ``GPU``, another accelerator's resource, or ``CPU``.
         devices_per_worker: how much of it one worker takes; a fraction shares a device.

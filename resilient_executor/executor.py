@@ -54,8 +54,7 @@ class ResilientExecutor:
 
     Raises:
         ConfigError, DependencyError, PlacementError: nothing was started.
-        StartupError: the workers did not come up; everything was removed again.
-        TopologyError: they cannot form the group; the same.
+        StartupError, TopologyError: the workers did not come up, or form no group; everything was removed again.
     """
 
     uses_ray = True
@@ -73,9 +72,7 @@ class ResilientExecutor:
         self._step_ids = itertools.count()
         self._failure_callbacks: list[Callable[[], None]] = []
         self._shutdown_lock = threading.Lock()
-        self._starter = threading.current_thread()
-        #: The thread that starts the executor has come out of it, in either way.
-        self._start_over = threading.Event()
+        self._starter, self._start_over = threading.current_thread(), threading.Event()
         self._supervision: Supervision | None = None
         self._recovery: Recovery | None = None
         self._pending: Any = _NOTHING
@@ -88,11 +85,11 @@ class ResilientExecutor:
             self._config = config = placement.with_current_group(config)
             placement.check_capacity(config)
             self._start(config, environment_rule.select(os.environ))
-            self._start_over.set()
         except BaseException:  # Ctrl-C in the middle of a start must leave nothing behind either
             self._start_over.set()
             self.shutdown()
             raise
+        self._start_over.set()
 
     def _start(self, config: ExecutorConfig, variables: dict[str, str]) -> None:
         began = time.monotonic()
@@ -350,13 +347,12 @@ class ResilientExecutor:
     def _end_start(self) -> None:
         """If another thread is still starting the executor, make it stop, and wait for it: it holds bundles."""
         deadline = time.monotonic() + self._config.fence_timeout_s
-        while not self._start_over.is_set() and threading.current_thread() is not self._starter:
+        while threading.current_thread() is not self._starter and time.monotonic() < deadline:
             if self._recovery is not None:
                 self._recovery.stopping.set()
-            if self._start_over.wait(0.05) or time.monotonic() > deadline:
+            if self._start_over.wait(0.05):
                 return
-            group = self._lifecycle.current.group if self._lifecycle.current is not None else None
-            if group is not None and self._supervision is not None:
+            if (group := getattr(self._lifecycle.current, "group", None)) and self._supervision is not None:
                 self._supervision.fence(group.processes())
 
     def _take_down(self) -> None:
@@ -373,7 +369,7 @@ class ResilientExecutor:
             supervision.retire(current.epoch)
             if current.pipeline is not None:
                 current.pipeline.condemn(None)
-            # No teardown before the workers are gone: with a step in a worker's hands it would last as long as that.
+            # No teardown before they are gone: it would last as long as the step in their hands.
             if current.group is not None:
                 current.group.shut_down(_FAREWELL_S)
         if (last := self._lifecycle.current) is not None:
@@ -396,8 +392,7 @@ def _shut_down_at_exit(executor: ResilientExecutor) -> Callable[[], None]:
     reference = weakref.ref(executor)
 
     def run() -> None:
-        alive = reference()
-        if alive is not None:
+        if (alive := reference()) is not None:
             alive.shutdown()
 
     atexit.register(run)

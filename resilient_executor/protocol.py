@@ -302,7 +302,9 @@ class Worker(Protocol):
         Args:
             scheduler_output: what the engine passed to ``execute_model``.
             grammar_output: what the engine passed to ``sample_tokens``, or None.
-            intermediate: what the same TP rank of the previous stage returned; None on the first stage.
+            intermediate: what the same TP rank of the previous stage returned; None on the first stage. Over shared
+                memory its arrays and tensors are read-only views of the channel's buffer, and valid for this step only:
+                copy what must outlive it.
 
         Returns:
             On the last stage the output (or None on ranks whose output nobody wants); otherwise what the next stage

@@ -1,6 +1,6 @@
-"""Kills the writer of a channel that this process has not read yet, and closes the channel. Run by test_ray_guard.py.
+"""Registers as reader of a channel whose writer has died: what Ray does at the first read and at every close.
 
-Usage: guard_script.py ADDRESS guarded|bare
+Usage: guard_script.py guarded|bare. Prints "survived" if this process does.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
 import ray
 from ray.dag import InputNode, MultiOutputNode
+from ray.exceptions import RayChannelError
+from ray.experimental.channel.shared_memory_channel import Channel
 
 from resilient_executor import ray_guard
 
@@ -21,28 +22,34 @@ class Echo:
     def pid(self) -> int:
         return os.getpid()
 
-    def step(self, value: Any) -> Any:
-        time.sleep(30)
+    def echo(self, value: bytes) -> bytes:
         return value
 
 
-def main(address: str, how: str) -> None:
-    ray.init(address=address, log_to_driver=False, namespace="guard")
+def main(how: str) -> None:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     if how == "guarded":
         ray_guard.install()
+    register = Channel.ensure_registered_as_reader
+    # A death in the middle of the compilation, made slow: nothing is registered until the writer is gone.
+    Channel.ensure_registered_as_reader = lambda self: None
     actor = ray.remote(num_cpus=0)(Echo).remote()
-    pid = ray.get(actor.pid.remote(), timeout=30)
-    with InputNode() as value:
-        node = MultiOutputNode([actor.step.bind(value)])
-    graph = node.experimental_compile()
-    graph.execute(b"step")
-    time.sleep(float(os.environ.get("D","1")))
+    pid = ray.get(actor.pid.remote())
+    with InputNode() as request:
+        graph = MultiOutputNode([actor.echo.bind(request)]).experimental_compile()
+    buffers = [buffer for channel in graph.dag_output_channels[0]._channels for buffer in channel._buffers]
     os.kill(pid, signal.SIGKILL)
-    time.sleep(1.0)
-    graph.teardown()
-    print("survived", flush=True)
+    store = ray._private.worker.global_worker.core_worker
+    while store.object_exists(buffers[0]._local_reader_ref):
+        time.sleep(0.02)
+    try:
+        register(buffers[0])
+    except RayChannelError:
+        Channel.ensure_registered_as_reader = register
+        buffers[0].close()
+        print("survived", flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -310,8 +310,13 @@ def test_logs_join_the_account_except_those_that_it_tells_itself() -> None:
         logger.warning("incident 1: a worker died")
         logger.warning("the supervisor is gone\nand more")
         logger.info("nothing")
+        try:
+            raise ValueError("not\ngood")
+        except ValueError:
+            logger.exception("it failed")
 
-    assert [(line.text, line.mark) for line in story.take_lines()] == [("the supervisor is gone", "log")]
+    lines = [(line.text, line.mark) for line in story.take_lines()]
+    assert lines == [("the supervisor is gone", "log"), ("it failed: ValueError: not good", "bad")]
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------

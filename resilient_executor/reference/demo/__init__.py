@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
@@ -246,30 +245,16 @@ class _Service:
     def __enter__(self) -> ResilientExecutor:
         try:
             return self._demo.start(self._interrupts)
-        except BaseException as error:
-            self._end(error)
+        except BaseException:
+            self._end()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._end(error)
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self) -> None:
         self._interrupts.close()
-        _let_go(error)
         self._demo.end()
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Clear the frames of an exception, and of those that it came with.
-
-    An interrupt in the middle of a read holds, in its frames, a buffer in Ray's shared memory. Freed after Ray's end,
-    it would take this process down with a segmentation fault.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _announcement(options: DemoOptions) -> list[str]:

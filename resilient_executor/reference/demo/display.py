@@ -31,6 +31,8 @@ _RATE: Final = 8.0
 _SMALLEST: Final = (80, 20)
 #: Width of tables where the output is no terminal, in columns.
 _FILE_WIDTH: Final = 110
+#: Of an error that was logged, this much is shown.
+_MAX_ERROR: Final = 200
 _MARKS: Final = {
     "kill": ("✗", "bold red"),
     "alarm": ("!", "yellow"),
@@ -143,9 +145,12 @@ class _Account(logging.Handler):
         self._story = story
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage().splitlines() or [""]
-        if not text[0].startswith("incident "):  # the story tells of incidents itself
-            self._story.say(text[0], "log" if record.levelno < logging.ERROR else "bad")
+        lines = record.getMessage().splitlines() or [""]
+        if lines[0].startswith("incident "):  # the story tells of incidents itself
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        why = f": {type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR] if error is not None else ""
+        self._story.say(lines[0] + why, "log" if record.levelno < logging.ERROR else "bad")
 
 
 @contextmanager

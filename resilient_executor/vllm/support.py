@@ -1,0 +1,33 @@
+"""What would not survive a death of workers is refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from resilient_executor.errors import ConfigError
+
+if TYPE_CHECKING:
+    from resilient_executor.vllm.settings import VllmSettings
+
+
+def refuse_what_cannot_survive(config: Any, settings: VllmSettings) -> None:
+    """Check vLLM's configuration.
+
+    Raises:
+        ConfigError: names the feature, and why it is refused.
+    """
+    if getattr(config, "ec_transfer_config", None) is not None:
+        raise ConfigError(
+            "EC connectors are not supported: what an encoder instance holds in its workers cannot be computed again "
+            "from the requests that the decoder's engine knows. Remove ec_transfer_config"
+        )
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        raise ConfigError(
+            "data parallel MoE models are not supported: their engines step in lockstep, and one that is rebuilt would "
+            "stop all others in a collective. Use tensor or expert parallelism in one engine"
+        )
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ConfigError("elastic expert parallelism changes the workers of a running engine and is not supported")
+    if parallel.nnodes > 1 and not parallel.use_ray:
+        raise ConfigError("nnodes belongs to vLLM's multiprocessing backend; Ray knows the nodes of its cluster")
