@@ -83,7 +83,13 @@ def connect(config: ExecutorConfig) -> bool:
     # the old ones are given back (0.01 s), instead of waiting for Ray to try the placement again (0.7 to 1 s).
     needed = 2 * math.ceil(config.devices_per_worker * config.world_size) if config.device_key == "CPU" else 1
     resources: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, needed)}
-    ray.init(address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **resources, **common)
+    try:
+        ray.init(
+            address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **resources, **common
+        )
+    except BaseException:  # Ctrl-C among them: some of its processes run already
+        ray.shutdown()
+        raise
     return True
 
 

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 import tenacity
+from ray.exceptions import RayError
 
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import (
@@ -151,7 +152,8 @@ class Recovery:
             except ExecutorStopped:
                 return False
             except Exception as error:
-                if not isinstance(error, ResilientExecutorError):
+                # A worker that dies while the graph is compiled gives Ray's own error: a death like any other.
+                if not isinstance(error, (ResilientExecutorError, RayError)):
                     logger.exception("epoch %d: the rebuild failed", self._lifecycle.epoch)
                 old = self._lifecycle.current or old
                 incident.add(Evidence(time.time(), "rebuild", None, first_line(error), CauseKind.WORKER_START))

@@ -185,7 +185,9 @@ class Supervision:
         by_node: dict[str, list[ProcessIdentity]] = {}
         for process in processes:
             by_node.setdefault(process.node_id, []).append(process)
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = _alive_nodes(self._config.fence_timeout_s)
+        if alive is None:  # Ray's head does not answer: whoever can be reached is asked all the same
+            alive = set(by_node)
         results = [Fenced(p, gone=True, exit=None) for n, ps in by_node.items() if n not in alive for p in ps]
         for node_id in by_node.keys() & alive:
             answer = self._ask_agent(node_id, "fence", by_node[node_id], self._config.fence_timeout_s)
@@ -237,3 +239,16 @@ class Supervision:
             ray.kill(handle, no_restart=True)
         if self._listener.is_alive():
             self._listener.join(_POLL_S + _GRACE_S + 1)
+
+
+def _alive_nodes(timeout_s: float) -> set[str] | None:
+    """Ids of the nodes that Ray takes for alive; None when it gives no answer. Ray's own call has no bound."""
+    answer: list[set[str]] = []
+
+    def ask() -> None:
+        answer.append({node["NodeID"] for node in ray.nodes() if node["Alive"]})
+
+    thread = threading.Thread(target=ask, name="resilient-executor-nodes", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answer[0] if answer else None
