@@ -22,6 +22,9 @@ _PIDFD_INFO: Final = struct.Struct("=QQ11Ii")
 _PIDFD_GET_INFO: Final = (3 << 30) | (_PIDFD_INFO.size << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT: Final = 1 << 3
 
+#: include/linux/sched.h, in field 9 of ``/proc/PID/stat``
+_PF_EXITING: Final = 0x4
+
 #: Start time of a process that has not said it itself: only Ray names its pid. Then it must at least be a Ray worker.
 UNKNOWN_START: Final = 0
 
@@ -85,6 +88,23 @@ class ProcessHandle:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def is_dying(self) -> bool:
+        """Whether its end has begun: SIGKILL is pending, or its first thread has exited and others are about to.
+
+        The end of a large process takes a while on a busy machine. Its sockets are closed early, so that others hear of
+        its death before the pidfd tells of it.
+        """
+        pid = self.identity.pid
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                state, *fields = stat.read().rpartition(b")")[2].split()
+            with open(f"/proc/{pid}/status", "rb") as status:
+                pending = [int(line.split()[1], 16) for line in status if line.startswith((b"SigPnd", b"ShdPnd"))]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        kill_pending = any(mask & (1 << (signal.SIGKILL - 1)) for mask in pending)
+        return state in (b"Z", b"X") or bool(int(fields[5]) & _PF_EXITING) or kill_pending
 
     def kill(self) -> None:
         """Send SIGKILL; nothing happens when it has ended already."""

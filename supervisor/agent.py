@@ -101,10 +101,12 @@ class NodeAgent:
             # It may have died of its own just now, and the event loop has not come round to it.
             if process in self._handles and self._handles[process].wait(0.0):
                 self._on_exit(process)
-        self._fenced.update(processes)
         for process in processes:
-            if process in self._handles:
-                self._handles[process].kill()
+            handle = self._handles.get(process)
+            if handle is None or not handle.is_dying():  # what is dying already does not die of us
+                self._fenced.add(process)
+            if handle is not None:
+                handle.kill()
         await self.exits(processes, len(set(processes)) - 1, timeout_s)
         return [self._fenced_result(process) for process in processes]
 

@@ -90,3 +90,29 @@ def test_killing_twice_is_fine() -> None:
         child.wait(5.0)
         handle.kill()
     assert handle.fd == -1
+
+
+def test_a_process_that_others_have_killed_is_dying_before_it_is_dead() -> None:
+    """A stopped parent cannot reap, and a process with many threads takes its time: the kill counts from the start."""
+    threads = "import threading, time; [threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(50)]"
+    for _ in range(20):
+        child = subprocess.Popen([sys.executable, "-c", threads])
+        with ProcessHandle(identify(child.pid, NODE)) as handle:
+            time.sleep(0.1)
+            assert not handle.is_dying()
+            child.kill()
+            assert handle.is_dying()
+            assert handle.wait(5.0)
+            assert handle.is_dying()
+        child.wait(5.0)
+
+
+def test_a_stopped_process_is_not_dying() -> None:
+    child = sleeper()
+    with ProcessHandle(identify(child.pid, NODE)) as handle:
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)
+        assert not handle.is_dying()
+        handle.kill()
+        assert handle.is_dying()
+    child.wait(5.0)
