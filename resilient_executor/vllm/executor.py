@@ -89,6 +89,11 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         self._interrupts = Interrupts()
         self._core_config_in_use = self._core_config(config, settings)
         self._core = _Core(self._core_config_in_use)
+        self._core.collective_rpc(
+            "check_model_files",
+            args=(dict(self._core.collective_rpc("model_files", policy=RpcPolicy.READ)),),
+            policy=RpcPolicy.JOURNAL,
+        )
         self._interrupts.starting = False
         self._interrupts.reassert()
         scheduler_config = config.scheduler_config

@@ -84,6 +84,9 @@ class LossAware:
         if self.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False:  # type: ignore[attr-defined]
             raise RuntimeError("the KV connector cannot forget what died with the workers")
         self.reset_encoder_cache()  # type: ignore[attr-defined]
+        for request in self._requests().values():
+            if hasattr(request, "async_tokens_to_discard"):  # before 0.28; what is in flight brings nothing to discard
+                request.async_tokens_to_discard = 0
         loss.refresh(self)
         if self._quarantine is None:
             self._quarantine = Quarantine(loss.poison_crashes)

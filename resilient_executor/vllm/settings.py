@@ -235,5 +235,5 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
     return text == "1"
 
 
-def _csv(text: str) -> set[str]:
-    return {part.strip() for part in text.split(",") if part.strip()}
+def _csv(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from vllm.platforms import current_platform
-from vllm.sequence import IntermediateTensors
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.worker_base import WorkerWrapperBase
+_BEGAN: Final = time.monotonic()
 
-from resilient_executor.vllm import admission
-from resilient_executor.vllm.messages import Handover, StageOutputs, Step
+from vllm.platforms import current_platform  # noqa: E402 - the import is timed
+from vllm.sequence import IntermediateTensors  # noqa: E402
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
+
+from resilient_executor.vllm import admission, checkpoint, shared_memory  # noqa: E402
+from resilient_executor.vllm.messages import Handover, StageOutputs, Step  # noqa: E402
 
 if TYPE_CHECKING:
     from resilient_executor.protocol import RankAssignment
@@ -47,6 +51,13 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
         if assignment.device_ids:
             kwargs["assigned_physical_gpu_ids"] = physical_ids(assignment.device_ids)
         self.init_worker({assignment.rank: kwargs})
+        #: Importing vLLM and building its worker: no rebuild can be faster than that.
+        self.import_seconds = time.monotonic() - _BEGAN
+
+    def init_device(self) -> None:
+        """Select the device and join the groups; what they share in memory loses its name right after that."""
+        super().init_device()
+        shared_memory.unlink(os.environ.get("VLLM_DIST_IDENT", ""), self._assignment.rank)
 
     def load_model(self) -> None:
         """Load the weights, then let the platform settle the block size, which depends on the model's layers."""
@@ -54,6 +65,22 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
         update = getattr(current_platform, "update_block_size_for_backend", None)
         if update is not None:
             update(self.vllm_config)
+
+    def model_files(self) -> tuple[str, dict[str, tuple[int, int]]]:
+        """This worker's node, and the model's files on it: name -> (size, time of the last change in ns)."""
+        return self._assignment.node_id, checkpoint.files(self.vllm_config.model_config.model)
+
+    def check_model_files(self, known: dict[str, dict[str, tuple[int, int]]]) -> None:
+        """Compare the model's files with those that the first workers have loaded.
+
+        Raises:
+            CheckpointChanged: they are others.
+        """
+        checkpoint.check(known, *self.model_files())
+
+    def get_import_seconds(self) -> float:
+        """How long it took to import vLLM and to build its worker."""
+        return self.import_seconds
 
     def bind_thread(self) -> None:
         """Select the device in the graph's own thread."""

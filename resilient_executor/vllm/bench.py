@@ -1,0 +1,177 @@
+"""Measures this executor against vLLM's own, and what a kill costs: ``make bench-vllm``.
+
+Throughput is measured in turns, an engine of one kind after one of the other, several times: both kinds meet the same
+machine. Two engines are never up at once, because idle workers of either kind keep their cores busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+_MACHINE: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_MARK: Final = "RESULT "
+_MODULE: Final = "resilient_executor.vllm.bench"
+_REQUESTS: Final = 16
+_TOKENS: Final = 96
+_CHECKPOINT: Final = str(Path(__file__).parents[1] / "reference" / "checkpoint")
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind for each topology")
+    parser.add_argument("--kills", type=int, default=5, help="deaths for the outage")
+    parser.add_argument("--topologies", default="tp1,tp2,pp2")
+    parser.add_argument("--child", choices=("throughput", "outage"), help=argparse.SUPPRESS)
+    parser.add_argument("--executor", default="ours", help=argparse.SUPPRESS)
+    parser.add_argument("--topology", default="tp1", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child == "throughput":
+        _report(_throughput(options.executor, options.topology))
+    elif options.child == "outage":
+        _report(_outage(options.topology, options.kills))
+    else:
+        results = _measure(options)
+        text = json.dumps(results, indent=2)
+        print(text)
+        if options.json is not None:
+            options.json.write_text(text + "\n")
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {"unit": "tokens/s, s", "requests": _REQUESTS, "tokens_per_request": _TOKENS}
+    for topology in options.topologies.split(","):
+        rates: dict[str, list[float]] = {"stock": [], "ours": []}
+        failed = ""
+        for round_number in range(options.rounds):
+            for executor in ("stock", "ours") if round_number % 2 == 0 else ("ours", "stock"):
+                rate, error = _child("throughput", executor, topology)
+                failed = failed or error
+                if rate is not None:
+                    rates[executor].append(rate)
+        for executor, measured in rates.items():
+            results[f"throughput_{executor}_{topology}"] = round(statistics.median(measured), 1) if measured else None
+        both = all(rates.values())
+        results[f"throughput_ratio_{topology}"] = (
+            round(statistics.median(rates["ours"]) / statistics.median(rates["stock"]), 3) if both else None
+        )
+        if failed:
+            results[f"throughput_error_{topology}"] = failed
+        print(f"{topology}: {rates} {failed}", file=sys.stderr, flush=True)
+    for topology in ("tp2", "pp2"):
+        outage, error = _child("outage", "ours", topology, f"--kills={options.kills}")
+        results[f"outage_{topology}"] = outage if outage is not None else error
+        if outage is not None and "outage_p50_s" not in results:
+            results |= {name: outage[name] for name in ("outage_p50_s", "outage_machinery_p50_s")}
+    return results
+
+
+def _child(kind: str, executor: str, topology: str, *more: str) -> tuple[Any, str]:
+    """Run one engine in a process of its own; returns its result, or why there is none."""
+    command = [sys.executable, "-m", _MODULE, "--child", kind, "--executor", executor, "--topology", topology, *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **_MACHINE})
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            return json.loads(line.removeprefix(_MARK)), ""
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    return None, (errors or ["no result"])[-1][:200]
+
+
+def _report(result: Any) -> None:
+    print(_MARK + json.dumps(result), flush=True)
+
+
+def _engine(executor: str, topology: str, **more: Any) -> Any:
+    from vllm import LLM
+
+    kind, size = topology[:2], int(topology[2:])
+    arguments: dict[str, Any] = {
+        "model": _CHECKPOINT,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 27,
+        "max_model_len": 512,
+        "max_num_seqs": _REQUESTS,
+        "tensor_parallel_size" if kind == "tp" else "pipeline_parallel_size": size,
+        **more,
+    }
+    if executor == "ours":
+        arguments["distributed_executor_backend"] = "resilient_executor.vllm.ResilientVllmExecutor"
+        arguments["additional_config"] = {
+            "resilient_executor": {"address": "local", "max_restarts": 1000, "backoff_initial_s": 0.01}
+        }
+    else:
+        arguments["distributed_executor_backend"] = "mp"
+    return LLM(**arguments)
+
+
+def _generate(llm: Any, tokens: int = _TOKENS) -> float:
+    from vllm import SamplingParams
+
+    prompts = [f"It was a fine evening, and number {number}" for number in range(_REQUESTS)]
+    began = time.monotonic()
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+    return time.monotonic() - began
+
+
+def _throughput(executor: str, topology: str) -> float:
+    llm = _engine(executor, topology)
+    _generate(llm)
+    return max(_REQUESTS * _TOKENS / _generate(llm) for _ in range(5))
+
+
+def _outage(topology: str, kills: int) -> dict[str, Any]:
+    """Kill a worker in the middle of a generation, again and again; from the death to the next service, by phase."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = _engine("ours", topology)
+    core = llm.llm_engine.engine_core.engine_core.model_executor.core
+    undisturbed = _generate(llm)
+    machinery, imports, longer = [], [], []
+    for kill in range(kills):
+        victim = core.workers[kill % len(core.workers)].process.pid
+
+        def strike(*_: Any, pid: int = victim) -> None:
+            os.kill(pid, signal.SIGKILL)
+
+        signal.signal(signal.SIGALRM, strike)
+        signal.setitimer(signal.ITIMER_REAL, undisturbed / 2)
+        longer.append(_generate(llm) - undisturbed)
+        incident = core.incidents[-1]
+        imports.append(max(core.collective_rpc("get_import_seconds")))
+        unavoidable = imports[-1] + incident.phases["load"]
+        machinery.append((incident.duration_s or 0.0) - unavoidable)
+    outages = [incident.duration_s or 0.0 for incident in core.incidents]
+    phases = {
+        name: round(statistics.median(incident.phases.get(name, 0.0) for incident in core.incidents), 3)
+        for name in core.incidents[-1].phases
+    }
+    core.shutdown()
+    return {
+        "kills": kills,
+        "outage_p50_s": round(statistics.median(outages), 2),
+        "outage_max_s": round(max(outages), 2),
+        "outage_machinery_p50_s": round(statistics.median(machinery), 2),
+        "import_vllm_p50_s": round(statistics.median(imports), 2),
+        "requests_longer_by_p50_s": round(statistics.median(longer), 2),
+        "phases_p50_s": phases,
+    }
+
+
+if __name__ == "__main__":
+    main()
