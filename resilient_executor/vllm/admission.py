@@ -51,7 +51,9 @@ def admit(runner: Any, admissions: Sequence[NewRequestData], scheduler_output: S
         advance(runner, state.generator, len(state.output_token_ids))
         # The step itself puts it back, with its tokens.
         runner.input_batch.remove_request(new.req_id)
+    # Ended like a step of its own: places that are still marked as free would be given to requests of the next one.
     runner.input_batch.condense()
+    runner.input_batch.refresh_metadata()
 
 
 def advance(runner: Any, generator: torch.Generator | None, draws: int) -> None:

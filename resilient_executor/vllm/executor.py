@@ -83,6 +83,8 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         self._uses_v2 = bool(getattr(config, "use_v2_model_runner", False))
         self._has_connector = config.kv_transfer_config is not None
         self._ledger: RequestLedger[NewRequestData] = RequestLedger()
+        #: The newest epoch of whose end the engine knows.
+        self._lost_epoch = 0
         self._inflight: deque[_StepFuture] = deque()
         self._journal_keys: set[str] = set()
         self._ending = False
@@ -169,7 +171,9 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         return tracked
 
     def _lost(self, lost: StepLost) -> LostStepOutput:
-        self._ledger.lost()
+        if lost.epoch > self._lost_epoch:  # several steps may be lost in one epoch, with newer ones planned in between
+            self._lost_epoch = lost.epoch
+            self._ledger.lost()
         return LostStepOutput(
             Loss(lost.epoch, self._refresh, lambda: self._cause_of(lost.epoch), self._settings.poison_crashes)
         )

@@ -184,6 +184,7 @@ class LossAware:
         request.num_computed_tokens = 0
         for name in ("finished_recving_kv_req_ids", "failed_recving_kv_req_ids"):
             getattr(self, name, set()).discard(request.request_id)
+        getattr(self, "deferred_loads", {}).pop(request.request_id, None)  # since 0.33: one that has not begun
         for queue in (getattr(self, name, ()) for name in _QUEUES):
             if queue and request in queue:
                 queue.remove_request(request)

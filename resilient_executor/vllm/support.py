@@ -21,6 +21,12 @@ def refuse_what_cannot_survive(config: Any, settings: VllmSettings) -> None:
             "EC connectors are not supported: what an encoder instance holds in its workers cannot be computed again "
             "from the requests that the decoder's engine knows. Remove ec_transfer_config"
         )
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    if multimodal is not None and getattr(multimodal, "mm_processor_cache_type", "lru") == "shm":
+        raise ConfigError(
+            "mm_processor_cache_type='shm' keeps multimodal inputs where new workers cannot count on finding them. Use "
+            "--mm-processor-cache-type lru"
+        )
     parallel = config.parallel_config
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise ConfigError(

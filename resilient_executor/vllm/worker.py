@@ -16,7 +16,7 @@ from vllm.sequence import IntermediateTensors  # noqa: E402
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
 
-from resilient_executor.vllm import admission, checkpoint, shared_memory  # noqa: E402
+from resilient_executor.vllm import admission, checkpoint, cpu_generators, shared_memory  # noqa: E402
 from resilient_executor.vllm.messages import Handover, StageOutputs, Step  # noqa: E402
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
         config = pickle.loads(vllm_config)
         self._assignment = assignment
         self._has_connector = config.kv_transfer_config is not None
+        self._on_cpu = current_platform.is_cpu()
         self._first_stage = assignment.pp_rank == 0
         self._last_stage = assignment.pp_rank == assignment.pp_size - 1
         #: An earlier stage owes its runner a ``sample_tokens``: it receives there what the last stage has sampled.
@@ -120,6 +121,8 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
         if not self._last_stage:  # no tokens in this step, but perhaps finished requests or news of the connector
             return Handover(None, self._with(connector_outputs, output or own))
         if output is None:
+            if self._on_cpu:
+                cpu_generators.prepare(runner)
             output = runner.sample_tokens(grammar_output)
             if isinstance(output, AsyncModelRunnerOutput):
                 output = output.get_output()

@@ -48,7 +48,8 @@ def same_with_deaths(
     before = core_of(llm).epoch
     with dying(llm, *moments) as killed:
         survived = llm.generate(list(prompts), params, use_tqdm=False)
-    assert core_of(llm).epoch >= before + len(killed)
+    assert killed
+    assert core_of(llm).epoch > before, "deaths in neighbouring steps may be one incident"
     assert view(survived) == view(undisturbed)
     return undisturbed
 
