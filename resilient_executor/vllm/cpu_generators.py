@@ -29,7 +29,7 @@ class RewindingGenerator(torch.Generator):
         """Where one draw has led from 0."""
         return _ONE_DRAW
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """Take the last draw back; there is no other place to go to.
 
         Raises:
@@ -37,7 +37,7 @@ class RewindingGenerator(torch.Generator):
         """
         if offset != 0:
             raise ValueError(f"only the last draw can be taken back, which is offset 0, not {offset}")
-        self.set_state(self._before)
+        return self.set_state(self._before)
 
 
 def prepare(runner: Any) -> None:
@@ -45,8 +45,7 @@ def prepare(runner: Any) -> None:
     generators = runner.input_batch.generators
     for index, generator in list(generators.items()):
         if not isinstance(generator, RewindingGenerator):
-            rewinding = RewindingGenerator()
-            rewinding.set_state(generator.get_state())
-            generators[index] = generator = rewinding
-            runner.requests[runner.input_batch.req_ids[index]].generator = rewinding
-        generator.remember()
+            generators[index] = RewindingGenerator()
+            generators[index].set_state(generator.get_state())
+            runner.requests[runner.input_batch.req_ids[index]].generator = generators[index]
+        generators[index].remember()

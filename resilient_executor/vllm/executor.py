@@ -7,6 +7,7 @@ import fnmatch
 import logging
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -91,6 +92,8 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         self._interrupts = Interrupts()
         self._core_config_in_use = self._core_config(config, settings)
         self._core = _Core(self._core_config_in_use)
+        # An engine whose start fails after ours forgets its executor without a word.
+        weakref.finalize(self, self._core.shutdown)
         self._core.collective_rpc(
             "check_model_files",
             args=(dict(self._core.collective_rpc("model_files", policy=RpcPolicy.READ)),),

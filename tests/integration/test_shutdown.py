@@ -206,3 +206,20 @@ class TestInTheMiddle:
         assert isinstance(outcome.result(timeout=10), ResilientExecutorError)
         assert time.monotonic() - began < 15
         starter.join(5)
+
+
+def test_two_executors_of_one_name_live_in_one_cluster() -> None:
+    """The name is a label; two servers with default settings have the same one."""
+    first = ResilientExecutor(probe_config(name="twin"))
+    try:
+        second = ResilientExecutor(probe_config(name="twin"))
+        try:
+            run_step(first, "hello")
+            assert second.epoch == 1, "no attempt was wasted on a name that is taken"
+            run_step(second, "hello")
+            assert not {w.process.pid for w in first.workers} & {w.process.pid for w in second.workers}
+        finally:
+            second.shutdown()
+        run_step(first, "hello")
+    finally:
+        first.shutdown()

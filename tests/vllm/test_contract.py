@@ -162,7 +162,7 @@ def test_the_messages() -> None:
     assert "with_kv_conn_output_only" in text(outputs) or "kv_connector" in text(outputs)
 
 
-#: Called by vLLM, and left to the caller when its workers die: a snapshot of a process, the end of an engine's parts.
+#: Called by vLLM, and left to the caller when its workers die: snapshots of a process, the end of an engine's parts.
 NOT_REPEATED = {
     "apply_model",
     "checkpoint_prepare",

@@ -1,6 +1,7 @@
 """What a request may ask for, with workers dying under it: the answer is the undisturbed one, whole and once.
 
-Each test runs its requests undisturbed and then with two deaths at chosen steps. float32 and greedy decoding (or a
+One feature at a time; all of them in one batch: ``test_mixture.py``. Each test runs its requests undisturbed and then
+with two deaths at chosen steps. float32 and greedy decoding (or a
 seed) make equality the right judge.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, core_of, dying, offline, tokens
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 LONG = (
     " ".join(f"{prompt} the {word}" for prompt in PROMPTS for word in ("carriage", "garden", "letter", "evening")) * 2

@@ -19,14 +19,14 @@ import psutil
 import pytest
 from engines import PROMPTS, Assassin, Server, actors, kill_one, workers
 
-KILLS = int(os.environ.get("KILLS", "8"))
+KILLS = int(os.environ.get("KILLS", "5"))
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 30)))
 CLIENTS = 8
 
 pytestmark = pytest.mark.timeout(600 + 60 * KILLS)
 
 
-@pytest.fixture(scope="module", params=["tp2", "pp2"])
+@pytest.fixture(scope="module", params=[pytest.param("tp2", marks=pytest.mark.long), "pp2"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     sizes = {"tp2": "--tensor-parallel-size", "pp2": "--pipeline-parallel-size"}[request.param]
     running = Server(sizes, "2", log=tmp_path_factory.mktemp("serve") / "log")
