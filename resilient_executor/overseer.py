@@ -124,7 +124,8 @@ class Overseer:
         generation = self._lifecycle.current
         if generation is None or generation.epoch != finding.epoch:
             return
-        if finding.doing is not None and finding.doing.rpc_in_hand:
+        # A heartbeat may be older than the end of that call.
+        if finding.doing is not None and finding.doing.rpc_in_hand and generation.rpc:
             generation.doing[finding.rank] = finding.doing.rpc_in_hand
         own_exit = RankExit(finding.rank, finding.exit) if finding.exit is not None else None
         evidence = Evidence(finding.at, "supervisor", finding.rank, finding.text, finding.kind)
