@@ -251,6 +251,9 @@ class Progress:
         last_step: the step that it finished last, or -1.
         failed_step: the last step in which the engine's worker raised, or -1.
         rpc_in_hand: the name of the collective RPC that it runs, or "".
+        phase_age_s: seconds since the phase began.
+        steps_done: steps that it has finished in this epoch.
+        slowest_step_s: the slowest of those that it has finished since the supervisor's heartbeat before this one.
     """
 
     rank: int
@@ -261,6 +264,9 @@ class Progress:
     last_step: int
     failed_step: int
     rpc_in_hand: str
+    phase_age_s: float = 0.0
+    steps_done: int = 0
+    slowest_step_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,40 @@
 """Liveness of one worker, from the beats of its heart. Pure: the clock is passed in.
 
-A worker that is silent is first suspect, then dead; a single lost heartbeat changes nothing. And *a detector that was
-itself paused convicts nobody*: when the loop that asks for verdicts comes late (a garbage collection, a machine that
-was suspended, a process that was stopped), the answers that arrived meanwhile are still unread, so silence in that time
-says nothing about the worker.
+Suspicion accrues (after Hayashibara et al., "The phi accrual failure detector"): phi is minus the decimal logarithm of
+the probability that a healthy worker with this history is silent for so long. A worker whose beats are steady is
+convicted at the earliest moment that is allowed, one whose beats are irregular later, and nobody later than the limit.
+Three things keep the innocent out of it:
+
+* a single lost heartbeat changes nothing;
+* *a detector that was itself paused convicts nobody*: when the loop that asks for verdicts comes late (a garbage
+  collection, a stopped process, a suspended machine), the answers that arrived meanwhile are still unread, so silence
+  in that time says nothing about the worker;
+* *a process that runs is not frozen*: if its node's kernel sees it use its processor, then something in it holds
+  Python's lock, and it is a matter of progress (see ``progress.py``), not of life.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-#: Silence, in heartbeat intervals, from which a worker is suspect: two beats are missing then, with room for jitter.
+#: Silence, in intervals, from which a worker may be suspect: two beats are missing then, with room for jitter.
 SUSPECT_INTERVALS: Final = 2.5
 #: Nobody is convicted before this many intervals, however short the timeout: one lost heartbeat must change nothing.
 DEAD_INTERVALS: Final = 3.0
+#: Suspect from this phi on: a healthy worker is silent for so long once in a thousand times.
+SUSPECT_PHI: Final = 3.0
+#: Convicted from this phi on, between the earliest moment and the limit.
+DEAD_PHI: Final = 12.0
+#: Gaps between beats that are remembered; at two a second, the last minute.
+HISTORY: Final = 120
+#: The standard deviation is never taken for smaller than this part of an interval: a short history looks too regular.
+LEAST_DEVIATION: Final = 0.5
+#: phi beyond this is of no use to anybody, and soon infinite.
+MAX_PHI: Final = 300.0
 
 
 class Liveness(str, enum.Enum):
@@ -45,6 +64,9 @@ class Detector(Protocol):
     def heard(self, now: float) -> None:
         """A heartbeat was answered at ``now``."""
 
+    def ran(self, now: float) -> None:
+        """The worker's node saw its process use its processor at ``now``."""
+
     def tick(self, now: float) -> bool:
         """The loop passes at ``now``; returns whether it came late."""
 
@@ -54,34 +76,70 @@ class Detector(Protocol):
     def silence_s(self, now: float) -> float:
         """Seconds of silence that count against the worker at ``now``."""
 
+    def suspicion(self, now: float) -> float:
+        """Phi at ``now``."""
+
+
+class HeartbeatHistory:
+    """The last gaps between beats, and how unlikely a longer one is."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._least_deviation_s = LEAST_DEVIATION * interval_s
+        # The expectation counts as two observations, so that the first beats do not decide everything.
+        self._gaps: deque[float] = deque([interval_s, interval_s], maxlen=HISTORY)
+
+    def add(self, gap_s: float) -> None:
+        """Note the gap between two beats."""
+        self._gaps.append(gap_s)
+
+    def phi(self, silence_s: float) -> float:
+        """How suspicious ``silence_s`` is: 1 for one chance in ten, 2 for one in a hundred, and so on."""
+        mean = math.fsum(self._gaps) / len(self._gaps)
+        variance = math.fsum((gap - mean) ** 2 for gap in self._gaps) / len(self._gaps)
+        deviation = max(math.sqrt(variance), self._least_deviation_s)
+        chance = 0.5 * math.erfc((silence_s - mean) / (deviation * math.sqrt(2.0)))
+        return min(MAX_PHI, -math.log10(chance)) if chance > 0.0 else MAX_PHI
+
 
 class LivenessDetector:
-    """Fixed limits on the silence of one worker. The loop must call ``evaluate`` about once an interval.
+    """Accrues suspicion against one worker. The loop must call ``evaluate`` about once an interval.
 
     Args:
         interval_s: between two heartbeats, and between two passes of the loop.
-        timeout_s: silence after which the worker is dead; never less than ``DEAD_INTERVALS`` intervals.
+        timeout_s: silence after which the worker is dead in any case.
         now: when the worker is first expected to live. The first heartbeat is due within the same limits.
+        earliest_s: silence before which it is never convicted; None takes ``timeout_s``, so that only that counts.
 
     Raises:
         ValueError: a duration is not positive.
     """
 
-    def __init__(self, *, interval_s: float, timeout_s: float, now: float) -> None:
-        if interval_s <= 0 or timeout_s <= 0:
-            raise ValueError("interval_s and timeout_s must be positive")
+    def __init__(self, *, interval_s: float, timeout_s: float, now: float, earliest_s: float | None = None) -> None:
+        earliest_s = timeout_s if earliest_s is None else earliest_s
+        if min(interval_s, timeout_s, earliest_s) <= 0:
+            raise ValueError("interval_s, timeout_s and earliest_s must be positive")
         self._interval_s = interval_s
         self._suspect_s = SUSPECT_INTERVALS * interval_s
         self._dead_s = max(timeout_s, DEAD_INTERVALS * interval_s)
-        #: Where the silence that counts begins.
+        self._earliest_s = min(self._dead_s, max(earliest_s, DEAD_INTERVALS * interval_s))
+        self._history = HeartbeatHistory(interval_s)
+        #: Where the silence that counts begins, and where the stillness does: neither heard nor seen running.
         self._silent_since = now
+        self._still_since = now
         self._last_pass = now
         self._started_anew = False
 
     def heard(self, now: float) -> None:
         """A heartbeat was answered at ``now``; one that is older than the last changes nothing."""
-        self._silent_since = max(self._silent_since, now)
+        if now > self._silent_since:
+            self._history.add(now - self._silent_since)
+            self._silent_since = now
+        self._still_since = max(self._still_since, now)
         self._started_anew = False
+
+    def ran(self, now: float) -> None:
+        """Its node saw it run: silent it may be, frozen it is not."""
+        self._still_since = max(self._still_since, now)
 
     def tick(self, now: float) -> bool:
         """Note a pass of the loop; returns whether it was late by more than one interval.
@@ -93,20 +151,34 @@ class LivenessDetector:
         self._last_pass = max(self._last_pass, now)
         if late_s <= self._interval_s:
             return False
-        self._silent_since = min(now, self._silent_since + late_s) if self._started_anew else now
+        forgiven_s = late_s if self._started_anew else now - self._silent_since
+        self._silent_since = min(now, self._silent_since + forgiven_s)
+        self._still_since = min(now, max(self._silent_since, self._still_since + late_s))
         self._started_anew = True
         return True
 
     def evaluate(self, now: float) -> Verdict:
         """Judge the worker at ``now``; this is a pass of the loop too."""
         self.tick(now)
-        silence_s = self.silence_s(now)
-        if silence_s >= self._dead_s:
-            return Verdict(Liveness.DEAD, f"no heartbeat for {silence_s:.1f} s (limit {self._dead_s:g} s)")
-        if silence_s >= self._suspect_s:
-            return Verdict(Liveness.SUSPECT, f"no heartbeat for {silence_s:.1f} s (dead at {self._dead_s:g} s)")
+        still_s = max(0.0, now - self._still_since)
+        if still_s >= self._earliest_s:
+            phi = self._history.phi(still_s)
+            if still_s >= self._dead_s or phi >= DEAD_PHI:
+                return Verdict(
+                    Liveness.DEAD, f"no heartbeat for {still_s:.1f} s (limit {self._dead_s:g} s, suspicion {phi:.0f})"
+                )
+        silence_s, phi = self.silence_s(now), self.suspicion(now)
+        if silence_s >= self._suspect_s and phi >= SUSPECT_PHI:
+            return Verdict(
+                Liveness.SUSPECT,
+                f"no heartbeat for {silence_s:.1f} s (dead at {self._dead_s:g} s, suspicion {phi:.0f})",
+            )
         return Verdict(Liveness.ALIVE)
 
     def silence_s(self, now: float) -> float:
         """Seconds of silence that count against the worker at ``now``."""
         return max(0.0, now - self._silent_since)
+
+    def suspicion(self, now: float) -> float:
+        """Phi of the silence at ``now``."""
+        return self._history.phi(self.silence_s(now))

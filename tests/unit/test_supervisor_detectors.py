@@ -1,4 +1,4 @@
-"""Liveness from heartbeats (F2, F4, F5)."""
+"""Liveness from heartbeats (F2, F4, F5, F6)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_executor.supervisor.detectors import Detector, Liveness, LivenessDetector
+from resilient_executor.supervisor.detectors import Detector, HeartbeatHistory, Liveness, LivenessDetector
 
 INTERVAL = 0.5
 TIMEOUT = 10.0
 
 
-def detector(timeout_s: float = TIMEOUT) -> LivenessDetector:
-    return LivenessDetector(interval_s=INTERVAL, timeout_s=timeout_s, now=0.0)
+def detector(timeout_s: float = TIMEOUT, earliest_s: float | None = None) -> LivenessDetector:
+    return LivenessDetector(interval_s=INTERVAL, timeout_s=timeout_s, now=0.0, earliest_s=earliest_s)
 
 
 def passes(it: Detector, start: float, end: float, step: float = INTERVAL) -> list[Liveness]:
@@ -34,8 +34,8 @@ def test_reasons_are_empty_while_alive_and_name_the_silence_after() -> None:
     it = detector()
     assert it.evaluate(0.5).reason == ""
     passes(it, 0.5, 9.5)
-    assert it.evaluate(9.9).reason == "no heartbeat for 9.9 s (dead at 10 s)"
-    assert it.evaluate(10.2).reason == "no heartbeat for 10.2 s (limit 10 s)"
+    assert it.evaluate(9.9).reason == "no heartbeat for 9.9 s (dead at 10 s, suspicion 300)"
+    assert it.evaluate(10.2).reason == "no heartbeat for 10.2 s (limit 10 s, suspicion 300)"
 
 
 def test_a_suspect_that_answers_is_alive_again() -> None:
@@ -118,6 +118,75 @@ def test_a_heartbeat_that_arrives_out_of_order_changes_nothing() -> None:
     it.heard(3.0)
     it.heard(1.0)
     assert it.silence_s(4.0) == 1.0
+
+
+# -- suspicion that accrues -------------------------------------------------------------------------------------------
+
+
+def test_phi_is_the_number_of_nines() -> None:
+    """Against the normal distribution: mean 0.5, deviation 0.25; one chance in a thousand is 3.09 deviations away."""
+    history = HeartbeatHistory(INTERVAL)
+    assert history.phi(INTERVAL) == pytest.approx(math.log10(2))
+    assert history.phi(INTERVAL + 3.0902 * 0.25) == pytest.approx(3.0, abs=1e-3)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.floats(0.01, 5.0), max_size=200),
+    st.lists(st.floats(0.0, 1e4), min_size=2, max_size=20).map(sorted),
+)
+def test_suspicion_only_grows_with_silence(gaps: list[float], silences: list[float]) -> None:
+    history = HeartbeatHistory(INTERVAL)
+    for gap in gaps:
+        history.add(gap)
+    phis = [history.phi(silence) for silence in silences]
+    assert phis == sorted(phis)
+    assert all(0.0 <= phi <= 300.0 for phi in phis)
+
+
+def frozen_after(gaps: list[float]) -> float:
+    """Seconds from the last beat of this history to the conviction, where 4 s are the earliest and 5 s the limit."""
+    it, now = detector(5.0, earliest_s=4.0), 0.0
+    for gap in gaps:
+        for _ in range(int(gap / INTERVAL)):
+            now += INTERVAL
+            assert it.evaluate(now).state is not Liveness.DEAD
+        now += gap % INTERVAL
+        it.heard(now)
+    last = now
+    while it.evaluate(now).state is not Liveness.DEAD:
+        now += 0.1
+        assert now < last + 60.0
+    return now - last
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.floats(0.05, 3.9), max_size=120))
+def test_whatever_the_history_a_freeze_is_convicted_between_the_earliest_moment_and_the_limit(
+    gaps: list[float],
+) -> None:
+    """And nobody is convicted while beats come within the earliest moment."""
+    assert 4.0 - 1e-6 <= frozen_after(gaps) <= 5.0 + 0.1 + 1e-6
+
+
+def test_steady_hearts_are_convicted_sooner_than_irregular_ones() -> None:
+    assert frozen_after([0.5] * 60) == pytest.approx(4.0, abs=0.11)
+    assert frozen_after([0.1, 3.9] * 30) == pytest.approx(5.0, abs=0.11)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.floats(0.05, INTERVAL * 1.9), min_size=1, max_size=200))
+def test_a_silent_process_that_runs_is_suspect_and_never_frozen(gaps: list[float]) -> None:
+    """F4: something in it holds Python's lock. When it stops running, it is frozen."""
+    it, now = detector(5.0, earliest_s=4.0), 0.0
+    for gap in gaps:
+        now += gap
+        it.ran(now)
+        assert it.evaluate(now).state is not Liveness.DEAD
+    assert it.silence_s(now) == pytest.approx(now)
+    if now > 2.0:
+        assert it.evaluate(now).state is Liveness.SUSPECT
+    assert passes(it, now, now + 6.0)[-1] is Liveness.DEAD
 
 
 @pytest.mark.parametrize(("interval_s", "timeout_s"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])

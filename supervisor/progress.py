@@ -1,0 +1,200 @@
+"""Progress of a group, from what its workers say of themselves with each heartbeat. Pure: the clock is passed in.
+
+Liveness asks whether a worker answers, progress whether it gets anywhere. A step has a deadline that is learnt from the
+steps before it: a multiple of the slowest recent one, never less than a floor and never more than a ceiling. A phase of
+the start (starting, loading, compiling) has one of its own. Ages are the workers' own: a supervisor that was stopped
+for a while reads old ages then, not large ones, so a pause of its own convicts nobody.
+
+A group can hang in three ways, and each is looked for:
+
+* a rank has a step in hand for too long;
+* a step is finished by some ranks, and others never get it: it is lost between two of them;
+* a rank runs and does not answer at all: something in it holds Python's lock, and does not let go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from resilient_executor.protocol import Phase, Progress
+
+#: Steps of an epoch before its deadline is learnt rather than given.
+MIN_STEPS: Final = 5
+#: Heartbeats whose slowest step is remembered; at two a second and with four workers, the last half minute.
+MEMORY: Final = 256
+
+
+class StepDeadline:
+    """How old a step may grow. Learns from recent steps; one for the whole group, as a slow rank makes all wait.
+
+    Args:
+        floor_s: never less than this.
+        ceiling_s: never more; wins over the floor.
+        first_s: until ``MIN_STEPS`` steps are known.
+        factor: of the slowest recent step.
+    """
+
+    def __init__(self, *, floor_s: float, ceiling_s: float, first_s: float, factor: float) -> None:
+        if min(floor_s, ceiling_s, first_s) <= 0 or factor < 1:
+            raise ValueError("durations must be positive, and the factor at least 1")
+        self._floor_s, self._ceiling_s, self._first_s, self._factor = floor_s, ceiling_s, first_s, factor
+        self._slowest: deque[float] = deque(maxlen=MEMORY)
+        self._steps = 0
+        #: Doubled by a conviction, 1 again after a step: a group that is only slow must not be rebuilt in a circle.
+        self._patience = 1.0
+
+    def learn(self, slowest_s: float, steps: int) -> None:
+        """Note ``steps`` finished steps, the slowest of which took ``slowest_s``."""
+        if steps > 0:
+            self._slowest.append(slowest_s)
+            self._steps += steps
+            self._patience = 1.0
+
+    def convicted(self) -> None:
+        """A step was given up. If not one step is finished until the next conviction, that comes twice as late."""
+        self._patience *= 2.0
+
+    @property
+    def learnt(self) -> bool:
+        """Whether enough steps are known."""
+        return self._steps >= MIN_STEPS
+
+    @property
+    def seconds(self) -> float:
+        """The deadline now."""
+        usual = self._factor * max(self._slowest, default=0.0) if self.learnt else self._first_s
+        # Patience has a limit of its own: 2 ** 1024 is no float.
+        return min(self._ceiling_s, max(self._floor_s, usual) * min(self._patience, 1e9))
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A group that gets nowhere.
+
+    Attributes:
+        ranks: those that have not done what all wait for.
+        age_s: for how long.
+        limit_s: how long it may take.
+        text: one line for people.
+    """
+
+    ranks: tuple[int, ...]
+    age_s: float
+    limit_s: float
+    text: str
+
+
+class ProgressDetector:
+    """Watches the progress of one epoch's group.
+
+    Args:
+        ranks: who belongs to it.
+        deadline: of its steps; outlives the epoch.
+        phase_limits: how long a worker may stay in a phase; one that is not named has no limit.
+        interval_s: between two heartbeats, and between two passes of the loop.
+        now: seconds of a steady clock.
+    """
+
+    def __init__(
+        self,
+        ranks: range,
+        *,
+        deadline: StepDeadline,
+        phase_limits: Mapping[Phase, float],
+        interval_s: float,
+        now: float,
+    ) -> None:
+        self._ranks = ranks
+        self._deadline = deadline
+        self._limits = phase_limits
+        self._interval_s = interval_s
+        self._progress: dict[int, Progress] = {}
+        self._behind_since: float | None = None
+        self._baseline = -1
+        self._last_pass = now
+
+    def heard(self, progress: Progress) -> None:
+        """A worker has answered a heartbeat."""
+        before = self._progress.get(progress.rank)
+        self._progress[progress.rank] = progress
+        if progress.phase is Phase.SERVING:
+            self._deadline.learn(progress.slowest_step_s, progress.steps_done - (before.steps_done if before else 0))
+
+    def evaluate(self, now: float, running_silent: Mapping[int, float] | None = None) -> Stall | None:
+        """Judge the group at ``now``.
+
+        Args:
+            now: seconds of the same clock.
+            running_silent: rank -> seconds without an answer, for those whose processes are seen to run.
+        """
+        late = now - self._last_pass > 2 * self._interval_s
+        self._last_pass = now
+        return (
+            self._phase_overdue()
+            or self._step_overdue()
+            or self._step_lost(now, late)
+            or self._deaf(running_silent or {})
+        )
+
+    def _phase_overdue(self) -> Stall | None:
+        for progress in self._progress.values():
+            limit = self._limits.get(progress.phase)
+            if limit is not None and progress.phase_age_s > limit:
+                name, age = progress.phase.value, progress.phase_age_s
+                ranks = tuple(sorted(r for r, p in self._progress.items() if p.phase is progress.phase))
+                return Stall(ranks, age, limit, f"{name} for {age:.1f} s (limit {limit:g} s, {name}_timeout_s)")
+        return None
+
+    def _step_overdue(self) -> Stall | None:
+        busy = [p for p in self._progress.values() if p.phase is Phase.SERVING and p.step_in_hand >= 0]
+        limit = self._deadline.seconds
+        oldest = max(busy, key=lambda p: p.step_age_s, default=None)
+        if oldest is None or oldest.step_age_s <= limit:
+            return None
+        step = min(p.step_in_hand for p in busy)
+        ranks = tuple(sorted(p.rank for p in busy if p.step_in_hand == step))
+        return Stall(ranks, oldest.step_age_s, limit, self._overdue(step, oldest.step_age_s, limit))
+
+    def _step_lost(self, now: float, late: bool) -> Stall | None:
+        """A step that some have finished and others have not even begun."""
+        everyone = [self._progress.get(rank) for rank in self._ranks]
+        known = [p for p in everyone if p is not None and p.phase is Phase.SERVING]
+        if len(known) < len(everyone) or any(p.step_in_hand >= 0 for p in known):
+            self._behind_since = None
+            return None
+        # A step that was raised in goes no further: those behind it never see it, and need not.
+        newest = max(p.last_step for p in known)
+        baseline = max(min(p.last_step for p in known), *(p.failed_step for p in known))
+        if baseline >= newest:
+            self._behind_since = None
+            return None
+        if self._behind_since is None or baseline != self._baseline or late:
+            self._behind_since, self._baseline = now, baseline
+        age, limit = now - self._behind_since, self._deadline.seconds
+        if age <= limit:
+            return None
+        ranks = tuple(sorted(p.rank for p in known if p.last_step == min(q.last_step for q in known)))
+        return Stall(ranks, age, limit, f"{self._overdue(newest, age, limit)}; it has not reached all ranks")
+
+    def _deaf(self, running_silent: Mapping[int, float]) -> Stall | None:
+        for rank, silence_s in running_silent.items():
+            progress = self._progress.get(rank)
+            if progress is not None and progress.rpc_in_hand:
+                continue  # a call has a timeout of its own
+            if progress is None or progress.phase is Phase.SERVING:
+                limit = self._deadline.seconds
+            elif progress.phase in self._limits:
+                limit = max(self._deadline.seconds, self._limits[progress.phase] - progress.phase_age_s)
+            else:
+                continue
+            if silence_s > limit:
+                text = f"runs, but has not answered for {silence_s:.1f} s (limit {limit:.1f} s): Python's lock is held"
+                return Stall((rank,), silence_s, limit, text)
+        return None
+
+    def _overdue(self, step: int, age_s: float, limit_s: float) -> str:
+        how = "learnt from the steps before" if self._deadline.learnt else "no steps to learn from yet"
+        return f"step {step} is {age_s:.1f} s old (deadline {limit_s:.1f} s, {how})"
