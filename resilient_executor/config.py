@@ -42,6 +42,12 @@ DEFAULT_ENV_EXCLUDE: Final = (
     "HF_TOKEN",
 )
 
+#: Parts of ``heartbeat_timeout_s``: the lease of a worker ends before anybody may be convicted for silence.
+LEASE_SHARE: Final = 0.7
+EARLIEST_SHARE: Final = 0.8
+#: A supervisor that has died is replaced within this, in seconds; its workers must not end themselves meanwhile.
+LEAST_GRACE_S: Final = 5.0
+
 
 class Transport(str, enum.Enum):
     """How tensors travel between pipeline stages.
@@ -97,11 +103,21 @@ class ExecutorConfig:
         env_exclude: never carried.
 
         heartbeat_interval_s: between two heartbeats of one worker.
-        heartbeat_timeout_s: silence after which a worker of a living process is given up as frozen.
+        heartbeat_timeout_s: silence of a process that does not run, after which it is given up as frozen. With steady
+            heartbeats it is given up somewhat earlier, see ``earliest_conviction_s``.
+        step_deadline_min_s: a step is never given up as stalled before this age; see ``step_deadline_factor``.
+        step_deadline_first_s: the same while a group has finished fewer than five steps, and nothing is learnt yet.
+        step_deadline_factor: a step is stalled when it is older than this multiple of the slowest recent step (the last
+            half minute of service), but never before ``step_deadline_min_s`` and always at ``step_timeout_s``. If the
+            steps of an engine vary by more, raise the floor: a stall is then noticed later, and nothing else changes.
+        starting_timeout_s, loading_timeout_s, compiling_timeout_s: how long one worker may stay in a phase of its
+            start. Loading covers the constructor, the weights and the replayed calls; compiling the graph's
+            compilation and its first step. All of them together are within ``start_timeout_s``.
         check_health_timeout_s: default deadline of ``check_health``.
         start_timeout_s: from the request for bundles to the compiled graph, once.
         placement_timeout_s: wait for bundles.
-        step_timeout_s: a step in the graph for longer than this is given up.
+        step_timeout_s: ceiling of the adaptive step deadline; also what the graph itself waits for a step, the last
+            resort.
         settle_timeout_s: after a worker's own exception, how long its peers may take to come out of that step before
             the group is rebuilt.
         rpc_timeout_s: default timeout of a collective RPC.
@@ -144,7 +160,13 @@ class ExecutorConfig:
     env_exclude: tuple[str, ...] = DEFAULT_ENV_EXCLUDE
 
     heartbeat_interval_s: float = 0.5
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 5.0
+    step_deadline_min_s: float = 8.0
+    step_deadline_first_s: float = 60.0
+    step_deadline_factor: float = 5.0
+    starting_timeout_s: float = 60.0
+    loading_timeout_s: float = 600.0
+    compiling_timeout_s: float = 120.0
     check_health_timeout_s: float = 5.0
     start_timeout_s: float = 600.0
     placement_timeout_s: float = 60.0
@@ -191,6 +213,9 @@ class ExecutorConfig:
                 f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least three times heartbeat_interval_s "
                 f"({self.heartbeat_interval_s:g}): one lost heartbeat must not condemn a worker"
             )
+        factor = self.step_deadline_factor
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
+            raise ConfigError(f"step_deadline_factor must be a finite number of at least 1, not {factor!r}")
         if self.backoff_max_s < self.backoff_initial_s:
             raise ConfigError("backoff_max_s must not be smaller than backoff_initial_s")
         if min(self.stage_buffer_bytes, self.step_buffer_bytes) < 1000:
@@ -250,6 +275,21 @@ class ExecutorConfig:
     def output_rank(self) -> int:
         """The rank whose output a step returns: the last stage's first."""
         return self.world_size - self.tensor_parallel_size
+
+    @property
+    def lease_s(self) -> float:
+        """How long a worker may write to a channel after its last proven heartbeat. Shorter than any conviction."""
+        return LEASE_SHARE * self.heartbeat_timeout_s
+
+    @property
+    def lease_grace_s(self) -> float:
+        """A worker whose lease has run out waits so long for a new one, and then ends itself."""
+        return max(LEAST_GRACE_S, self.heartbeat_timeout_s)
+
+    @property
+    def earliest_conviction_s(self) -> float:
+        """Nobody is given up for silence before this: its lease must have run out."""
+        return EARLIEST_SHARE * self.heartbeat_timeout_s
 
     @property
     def inflight_limit(self) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from resilient_executor.errors import ExecutorFailed, ExecutorStopped, RecoveryTimeout
 from resilient_executor.supervisor.incidents import Evidence, Incident, RankExit
+from resilient_executor.supervisor.stalls import StallReport
 
 if TYPE_CHECKING:
     from resilient_executor.graph import StepGraph
@@ -61,6 +62,8 @@ class Generation:
     exits: list[RankExit] = field(default_factory=list)
     #: rank -> what it was doing when it was last heard of.
     doing: dict[int, str] = field(default_factory=dict)
+    #: The supervisor's report, if it found a freeze or a stall; the first one counts.
+    report: StallReport | None = None
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Overseer:
             generation.evidence.append(evidence)
             if generation.incident is not None:
                 generation.incident.add(evidence)
+                generation.incident.report = generation.incident.report or generation.report
             if own_exit is not None and all(own_exit.status.pid != one.status.pid for one in generation.exits):
                 generation.exits.append(own_exit)
             if generation.condemned:
@@ -125,14 +126,19 @@ class Overseer:
         if generation is None or generation.epoch != finding.epoch:
             return
         # A heartbeat may be older than the end of that call.
-        if finding.doing is not None and finding.doing.rpc_in_hand and generation.rpc:
-            generation.doing[finding.rank] = finding.doing.rpc_in_hand
-        own_exit = RankExit(finding.rank, finding.exit) if finding.exit is not None else None
+        doing = finding.doing.rpc_in_hand if finding.doing is not None else ""
+        if finding.rank is not None and doing and generation.rpc:
+            generation.doing[finding.rank] = doing
+        generation.report = generation.report or finding.report
+        own_exit = None
+        if finding.rank is not None and finding.exit is not None:
+            own_exit = RankExit(finding.rank, finding.exit)
         evidence = Evidence(finding.at, "supervisor", finding.rank, finding.text, finding.kind)
         self.condemn(generation, evidence, own_exit)
-        if finding.kind is CauseKind.FROZEN and generation.group is not None and self._supervision is not None:
+        if finding.report is not None and generation.group is not None and self._supervision is not None:
             # Whoever waits for it, a compilation for instance, must not wait until somebody fences it.
-            self._supervision.kill(generation.group.infos[finding.rank].process)
+            for rank in finding.report.suspects:
+                self._supervision.kill(generation.group.infos[rank].process)
 
     def found_dead(self, generation: Generation, rank: int, text: str) -> None:
         """A round trip met a dead worker."""
@@ -211,6 +217,7 @@ class Overseer:
             incident.detected_at = dead.evidence[0].at if dead.evidence else incident.detected_at
             for evidence in dead.evidence:
                 incident.add(evidence)
+            incident.report = dead.report
             dead.incident = incident
         if dead.pipeline is not None:
             dead.pipeline.incident = incident

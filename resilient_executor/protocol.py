@@ -270,6 +270,30 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Vitals:
+    """What a node's kernel says of a living process.
+
+    Attributes:
+        state: of its first thread, as in ``/proc/PID/stat``: ``T`` is stopped, ``D`` is stuck in the kernel.
+        cpu_ticks: clock ticks of processor time that it has used.
+        runnable: whether one of its threads runs or waits for a processor.
+    """
+
+    state: str
+    cpu_ticks: int
+    runnable: bool
+
+    def describe(self) -> str:
+        """In words."""
+        known = {"T": "is stopped", "t": "is being traced", "D": "is stuck in the kernel"}
+        return known.get(self.state) or ("runs" if self.runnable else "sleeps")
+
+
+#: Exit code of a worker that has ended itself because nobody renewed its lease.
+LEASE_EXIT_CODE: Final = 79
+
+
+@dataclass(frozen=True)
 class ExitStatus:
     """How a process ended, as far as its node's kernel tells.
 

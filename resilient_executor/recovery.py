@@ -157,6 +157,7 @@ class Recovery:
                 if not isinstance(error, (ResilientExecutorError, RayError)):
                     logger.exception("epoch %d: the rebuild failed", self._lifecycle.epoch)
                 old = self._lifecycle.current or old
+                incident.report = incident.report or old.report
                 incident.add(Evidence(time.time(), "rebuild", None, first_line(error), CauseKind.WORKER_START))
                 if decision.action == "give_up":
                     return self._give_up(incident, f"{decision.reason}; {error}")
@@ -282,6 +283,8 @@ class Recovery:
                 group.results(entry.name, group.call(entry), max(0.0, deadline - time.monotonic()))
         if config.eager_graph or old is not None:
             self.compile(new, judge, incident, deadline)
+        else:
+            group.set_phase(Phase.SERVING, deadline)  # its graph comes with its first step; until then it is idle
         return new
 
     def compile(self, new: Generation, judge: Judge, incident: Incident | None, deadline: float) -> None:

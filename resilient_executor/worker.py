@@ -1,8 +1,8 @@
 """The Ray actor around one engine worker.
 
 Threads: collective RPCs run in the actor's default thread, one at a time; the compiled graph has a thread of its own;
-heartbeats and the sentinel have theirs, so that neither a long step nor a long call is taken for death. The module
-imports neither torch nor an engine: a worker can say who it is before the heavy imports begin.
+heartbeats and the sentinel have theirs, so that neither a long step nor a long call is taken for death; and one watches
+the lease. The module imports neither torch nor an engine: a worker can say who it is before the heavy imports begin.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any
 import ray
 from ray.dag import DAGContext
 
-from resilient_executor import environment, processes, protocol, ray_guard
+from resilient_executor import environment, processes, protocol, ray_guard, stacks
 from resilient_executor.errors import StateError
+from resilient_executor.lease import Lease
 from resilient_executor.protocol import (
+    LEASE_EXIT_CODE,
     Phase,
     Progress,
     RankAssignment,
@@ -37,19 +39,26 @@ from resilient_executor.protocol import (
 
 logger = logging.getLogger(__name__)
 
-#: Threads of the actor beside the default one. Two for supervision: a heartbeat and a health check may overlap.
-CONCURRENCY_GROUPS = {"supervision": 2, "sentinel": 1}
+#: Threads of the actor beside the default one. Three for supervision: the supervisor's heartbeat, that of whoever
+#: stands in for it, and a health check may overlap.
+CONCURRENCY_GROUPS = {"supervision": 3, "sentinel": 1}
+#: Between two looks at the lease, in seconds; and between two while the worker waits for a new one.
+_LEASE_LOOK_S = 0.25
+_LEASE_WAIT_S = 0.005
 
 
 class WorkerActor:
     """Holds one engine worker, its rank and its epoch; believes no message of another epoch."""
 
-    def __init__(self, created_rank: int) -> None:
+    def __init__(self, created_rank: int, lease_s: float, lease_grace_s: float) -> None:
         ray_guard.install()
+        stacks.install()
         self._created_rank = created_rank
         self._rank = created_rank
         self._epoch = 0
         self._phase = Phase.STARTING
+        self._phase_began = time.monotonic()
+        self._lease = Lease(lease_s, lease_grace_s, time.monotonic())
         self._worker: Any = None
         self._assignment: RankAssignment | None = None
         # Written by the graph's thread, read by the heartbeat's: single assignments, so no lock on the step's path.
@@ -57,8 +66,11 @@ class WorkerActor:
         self._step_began = 0.0
         self._last_step = -1
         self._failed_step = -1
+        self._steps_done = 0
+        self._slowest_step_s = 0.0
         self._rpc_in_hand = ""
         self._graph_thread = 0
+        threading.Thread(target=self._keep_lease, name="resilient-executor-lease", daemon=True).start()
 
     # -- coming up --------------------------------------------------------------------------------------------------
 
@@ -97,7 +109,7 @@ class WorkerActor:
         self._assignment = assignment
         self._rank = assignment.rank
         self._epoch = assignment.epoch
-        self._phase = Phase.LOADING
+        self._enter(Phase.LOADING)
         loaded: WorkerSpec = pickle.loads(spec)
         with _logged(self, "init_worker", -1):
             self._worker = _resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
@@ -114,19 +126,22 @@ class WorkerActor:
 
     def set_phase(self, phase: Phase) -> None:
         """Tell the supervisor, with the next heartbeat, what this worker is busy with."""
-        self._phase = phase
+        self._enter(phase)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase, self._phase_began = phase, time.monotonic()
 
     def prepare_graph(self, buffer_bytes: int) -> None:
         """Set the first size of the buffers that this worker writes to; the graph is compiled next.
 
         See ``graph.buffer_size`` for why it is set here.
         """
-        self._phase = Phase.COMPILING
+        self._enter(Phase.COMPILING)
         DAGContext.get_current().buffer_size_bytes = buffer_bytes
 
     def shut_down(self) -> None:
         """Let the engine's worker put its things in order; its errors are logged, since its process ends anyway."""
-        self._phase = Phase.STOPPING
+        self._enter(Phase.STOPPING)
         close = getattr(self._worker, "shutdown", None)
         if close is not None:
             try:
@@ -206,6 +221,13 @@ class WorkerActor:
             self._failed_step = step_id
             raise _capture(self, error, "execute_stage", step_id) from None
         finally:
+            # Whatever comes out of here is written to a channel next, an exception too.
+            now = time.monotonic()
+            while not self._lease.valid(now):  # bounded: see _keep_lease
+                time.sleep(_LEASE_WAIT_S)
+                now = time.monotonic()
+            self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
+            self._steps_done += 1
             self._last_step = step_id
             self._step_in_hand = -1
 
@@ -219,19 +241,47 @@ class WorkerActor:
     # -- supervision ------------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="supervision")  # type: ignore[untyped-decorator]  # Ray has no types
-    def heartbeat(self, epoch: int) -> Progress:
+    def heartbeat(self, epoch: int, grantor: str = "") -> Progress:
         """Answer a heartbeat.
 
+        Args:
+            epoch: the generation that the caller takes this worker for.
+            grantor: who renews the lease by it, under a name of its own; "" for one who only asks.
+
         Raises:
-            StaleEpoch: the caller takes this worker for one of another generation.
+            StaleEpoch: this worker is of another generation.
         """
         if self._epoch not in (0, epoch):
             raise StaleEpoch(f"rank {self._rank} is of epoch {self._epoch}, not {epoch}")
+        now, slowest = time.monotonic(), self._slowest_step_s
+        if grantor:
+            self._lease.beat(grantor)
+            self._lease.answered(grantor, now)
+            self._slowest_step_s = 0.0
         step, began = self._step_in_hand, self._step_began
-        age = time.monotonic() - began if step >= 0 else 0.0
         return Progress(
-            self._rank, epoch, self._phase, step, age, self._last_step, self._failed_step, self._rpc_in_hand
+            rank=self._rank,
+            epoch=epoch,
+            phase=self._phase,
+            step_in_hand=step,
+            step_age_s=now - began if step >= 0 else 0.0,
+            last_step=self._last_step,
+            failed_step=self._failed_step,
+            rpc_in_hand=self._rpc_in_hand,
+            phase_age_s=now - self._phase_began,
+            steps_done=self._steps_done,
+            slowest_step_s=slowest,
         )
+
+    def _keep_lease(self) -> None:
+        """End this process when nobody renews its lease: it has been given up, and must not write any more."""
+        while not self._lease.spent(time.monotonic(), _LEASE_LOOK_S):
+            time.sleep(_LEASE_LOOK_S)
+        logger.error(
+            "rank %d, epoch %d: no heartbeat for %.1f s; this worker has been given up, and ends itself",
+            self._rank, self._epoch, self._lease.duration_s + self._lease.grace_s,
+        )  # fmt: skip
+        os._exit(LEASE_EXIT_CODE)
 
     @ray.method(concurrency_group="sentinel")  # type: ignore[untyped-decorator]  # Ray has no types
     def sentinel(self) -> None:

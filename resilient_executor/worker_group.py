@@ -66,7 +66,11 @@ class WorkerGroup:
         )(WorkerActor)
         for created_rank in range(self.config.world_size):
             strategy = reservation.strategy(created_rank)
-            self.handles.append(remote.options(scheduling_strategy=strategy).remote(created_rank))
+            self.handles.append(
+                remote.options(scheduling_strategy=strategy).remote(
+                    created_rank, self.config.lease_s, self.config.lease_grace_s
+                )
+            )
 
     def describe(self, deadline: float) -> None:
         """Wait until every worker has said who it is; what those say that came up is kept, whatever the others do.

@@ -1,8 +1,10 @@
 """The supervisor: a Ray actor beside the driver that knows, at any moment, which workers are alive.
 
 Four independent sources tell it of a death, and the fastest wins: the node agent's pidfd (a millisecond, with the exit
-status), the sentinel call (tens of milliseconds, from Ray), heartbeats (for what is silent but not dead), and the
-executor's own errors. It keeps the findings of one epoch only; what an earlier epoch says goes nowhere.
+status), the sentinel call (tens of milliseconds, from Ray), heartbeats (for what is silent but not dead, and for what
+answers but gets nowhere), and the executor's own errors. Heartbeats also renew the workers' leases. Before it speaks of
+a freeze or a stall it makes a report, because whoever hears of it will kill. It keeps the findings of one epoch only;
+what an earlier epoch says goes nowhere.
 
 It owns no decision that must outlive it: epoch, restart budget and incidents stay in the executor's process, so that a
 new supervisor needs nothing but :meth:`SupervisorActor.adopt`.
@@ -11,18 +13,24 @@ new supervisor needs nothing but :meth:`SupervisorActor.adopt`.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from resilient_executor.processes import identify
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
-from resilient_executor.supervisor.detectors import Liveness, LivenessDetector
 from resilient_executor.supervisor.incidents import CauseKind
+from resilient_executor.supervisor.reports import ask_agents, collect
+from resilient_executor.supervisor.stalls import StallReport
+from resilient_executor.supervisor.watch import Conviction, Watch, WatchSettings
 
 T = TypeVar("T")
 
@@ -39,21 +47,24 @@ class Member:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the supervisor found out about a worker.
+    """One thing that the supervisor found out about a worker, or about the group.
 
     Attributes:
+        rank: whom it is about; None where one rank cannot be blamed.
         at: seconds since the Unix epoch.
         exit: how its process ended, when that is known.
         doing: the worker's last progress, when there was one.
+        report: for a freeze or a stall, what everyone was doing.
     """
 
     epoch: int
     kind: CauseKind
-    rank: int
+    rank: int | None
     at: float
     text: str
     exit: ExitStatus | None = None
     doing: Progress | None = None
+    report: StallReport | None = None
 
 
 @dataclass
@@ -77,12 +88,15 @@ class Examination:
 class SupervisorActor:
     """Watches the workers of one epoch. An asyncio actor: nothing in it blocks."""
 
-    def __init__(self, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
-        self._interval_s = heartbeat_interval_s
-        self._timeout_s = heartbeat_timeout_s
+    def __init__(self, settings: WatchSettings) -> None:
+        self._settings = settings
+        self._interval_s = settings.heartbeat_interval_s
+        self._deadline = settings.step_deadline()
+        self._grantor = f"supervisor-{uuid.uuid4().hex[:8]}"
         self._epoch = 0
         self._members: dict[int, Member] = {}
-        self._progress: dict[int, Progress] = {}
+        self._agents: dict[str, ActorHandle] = {}
+        self._watch: Watch | None = None
         self._findings: list[Finding] = []
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,29 +105,36 @@ class SupervisorActor:
         """The epoch that it watches; 0 for none."""
         return self._epoch
 
-    async def adopt(self, epoch: int, members: Sequence[Member], agents: dict[str, ActorHandle]) -> None:
+    async def adopt(self, epoch: int, members: Sequence[Member], agents: dict[str, ActorHandle]) -> ProcessIdentity:
         """Watch these workers from now on, and forget those of every earlier epoch.
 
         Args:
             epoch: their generation; an older one than the present is ignored.
             members: the workers.
             agents: node id -> that node's agent.
+
+        Returns:
+            the supervisor's own process.
         """
+        process = identify(os.getpid(), ray.get_runtime_context().get_node_id())
         if epoch < self._epoch:
-            return
+            return process
         await self.retire(self._epoch)
         self._epoch = epoch
         self._members = {member.rank: member for member in members}
-        self._progress, self._findings = {}, []
-        detectors = {m.rank: self._detector() for m in members}
-        self._spawn(self._detect(epoch, detectors))
+        self._agents, self._findings = agents, []
+        processes = [(member.process, member.node_ip) for member in members]
+        watch = self._watch = Watch(epoch, processes, self._settings, self._deadline, time.monotonic())
+        self._spawn(self._detect(epoch, watch))
         for member in members:
             self._spawn(self._sentinel(epoch, member))
-            self._spawn(self._heartbeat(epoch, member, detectors[member.rank]))
+            self._spawn(self._heartbeat(epoch, member, watch))
         for node_id, agent in agents.items():
             local = [member for member in members if member.process.node_id == node_id]
             if local:
                 self._spawn(self._exits(epoch, local, agent))
+                self._spawn(self._renew(epoch, [member.process for member in local], agent))
+        return process
 
     async def retire(self, epoch: int) -> None:
         """Stop watching: what happens to these workers from now on is the executor's own doing."""
@@ -125,11 +146,11 @@ class SupervisorActor:
         self._members = {}
         self._changed.set()
 
-    def _detector(self) -> LivenessDetector:
-        return LivenessDetector(interval_s=self._interval_s, timeout_s=self._timeout_s, now=time.monotonic())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(work))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks = [present for present in self._tasks if not present.done()]
+        self._tasks.append(task)
+        return task
 
     # -- sources ----------------------------------------------------------------------------------------------------
 
@@ -152,13 +173,17 @@ class SupervisorActor:
         except Exception as error:  # noqa: BLE001 - whatever ends this call ends the worker
             self._find(epoch, *death_notice(error, member.rank))
 
-    async def _heartbeat(self, epoch: int, member: Member, detector: LivenessDetector) -> None:
-        """One heartbeat after the other: while an answer is awaited, the silence grows, and nothing piles up."""
+    async def _heartbeat(self, epoch: int, member: Member, watch: Watch) -> None:
+        """One heartbeat after the other: while an answer is awaited, the silence grows, and nothing piles up.
+
+        The worker's lease relies on it, too: that one comes proves to it that its last answer has arrived.
+        """
         while epoch == self._epoch:
             began = time.monotonic()
             try:
-                self._progress[member.rank] = await member.handle.heartbeat.remote(epoch)
-                detector.heard(time.monotonic())
+                progress = await member.handle.heartbeat.remote(epoch, self._grantor)
+                now = time.monotonic()
+                watch.heard(progress, now, now - began)
             except RayActorError:
                 pass  # the sentinel says the same, and says why
             except Exception as error:  # noqa: BLE001 - StaleEpoch and the like: alive, but not of this group
@@ -166,21 +191,61 @@ class SupervisorActor:
                 return
             await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
 
-    async def _detect(self, epoch: int, detectors: dict[int, LivenessDetector]) -> None:
-        convicted: set[int] = set()
+    async def _renew(self, epoch: int, processes: Sequence[ProcessIdentity], agent: ActorHandle) -> None:
+        """Keep a node's agent from ending its workers."""
+        while epoch == self._epoch:
+            try:
+                await agent.renew.remote(processes, self._settings.lease_s, self._settings.lease_grace_s)
+            except RayActorError:
+                return
+            await asyncio.sleep(self._settings.lease_s / 3)
+
+    async def _detect(self, epoch: int, watch: Watch) -> None:
+        looking: asyncio.Task[None] | None = None
         while epoch == self._epoch:
             await asyncio.sleep(self._interval_s)
-            now = time.monotonic()
-            for rank, detector in detectors.items():
-                verdict = detector.evaluate(now)
-                if verdict.state is Liveness.DEAD and rank not in convicted:
-                    convicted.add(rank)
-                    self._find(epoch, CauseKind.FROZEN, rank, verdict.reason)
+            convictions, suspects = watch.judge(time.monotonic())
+            if suspects and (looking is None or looking.done()):
+                looking = self._spawn(self._look(watch, suspects))
+            for conviction in convictions:
+                # In a task of its own: this loop must not be late.
+                self._spawn(self._convict(epoch, watch, conviction))
 
-    def _find(self, epoch: int, kind: CauseKind, rank: int, text: str, exit: ExitStatus | None = None) -> None:
-        if epoch != self._epoch or rank not in self._members:
+    async def _look(self, watch: Watch, ranks: Sequence[int]) -> None:
+        """Have the processes of silent workers looked at: one that runs is not frozen."""
+        processes = {self._members[rank].process: rank for rank in ranks if rank in self._members}
+        seen = await ask_agents(self._agents, "vitals", list(processes), timeout_s=2 * self._interval_s)
+        for process, vitals in seen.items():
+            watch.saw(processes[process], vitals, time.monotonic())
+
+    async def _convict(self, epoch: int, watch: Watch, conviction: Conviction) -> None:
+        """Make the report first: whoever hears of the finding kills."""
+        report = await self._report(watch, conviction.ranks, conviction.text)
+        rank = conviction.ranks[0] if len(conviction.ranks) == 1 else report.culprit
+        text = conviction.text
+        if rank is None:
+            text += f"; ranks {', '.join(map(str, conviction.ranks))} have not finished"
+        self._find(epoch, conviction.kind, rank, text, report=report)
+
+    async def _report(self, watch: Watch, suspects: Sequence[int], text: str) -> StallReport:
+        processes = {member.process: rank for rank, member in self._members.items()}
+        return await collect(
+            watch, processes, self._agents, suspects, text, tensor_parallel_size=self._settings.tensor_parallel_size
+        )
+
+    def _find(
+        self,
+        epoch: int,
+        kind: CauseKind,
+        rank: int | None,
+        text: str,
+        exit: ExitStatus | None = None,
+        report: StallReport | None = None,
+    ) -> None:
+        if epoch != self._epoch or self._watch is None or (rank is not None and rank not in self._members):
             return
-        self._findings.append(Finding(epoch, kind, rank, time.time(), text, exit, self._progress.get(rank)))
+        doing = self._watch.progress.get(rank) if rank is not None else None
+        self._findings.append(Finding(epoch, kind, rank, time.time(), text, exit, doing, report))
         self._changed.set()
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -193,6 +258,12 @@ class SupervisorActor:
             if not await _within(self._changed.wait(), deadline - time.monotonic()):
                 break
         return list(self._findings) if epoch == self._epoch else []
+
+    async def stacks(self, epoch: int) -> StallReport | None:
+        """What everyone is doing now, with stacks; None when no such epoch is watched."""
+        if epoch != self._epoch or self._watch is None or not self._members:
+            return None
+        return await self._report(self._watch, (), "asked for")
 
     async def examine(self, epoch: int, timeout_s: float) -> Examination:
         """Ask every worker, now, and give each ``timeout_s`` to answer: a real round trip, nothing remembered."""

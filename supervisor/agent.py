@@ -1,12 +1,16 @@
 """The node agent: one small actor on every node that has workers.
 
 It holds a pidfd on each worker of its node, so it knows within a millisecond that one has ended, and how. It fences:
-kills what must be gone and proves it. It lives outside the placement groups of the epochs and outlives them all.
+kills what must be gone and proves it. It looks at processes that do not answer: whether they run, and what their stacks
+are. And it holds their leases: when nobody has renewed them for a while, the supervisor and the executor cannot reach
+this node, and have given it up; then it ends all its workers, those included that cannot end themselves.
+It lives outside the placement groups of the epochs and outlives them all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -14,9 +18,20 @@ from dataclasses import dataclass
 
 import ray
 
-from resilient_executor import semaphores
-from resilient_executor.processes import ProcessHandle, identify
-from resilient_executor.protocol import ExitStatus, ProcessIdentity
+from resilient_executor import semaphores, stacks
+from resilient_executor.lease import Lease
+from resilient_executor.processes import ProcessHandle, identify, vitals
+from resilient_executor.protocol import ExitStatus, ProcessIdentity, Vitals
+from resilient_executor.supervisor.stalls import tidy_stacks
+
+logger = logging.getLogger(__name__)
+
+#: Between two looks at the lease, in seconds.
+_LEASE_LOOK_S = 0.25
+#: A worker that can end itself has so many seconds more to do it before its agent does.
+_PATIENCE_S = 2.0
+#: For a process to write its stacks, in seconds.
+_STACKS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,9 @@ class NodeAgent:
         self._exits: dict[ProcessIdentity, tuple[ExitStatus, bool]] = {}
         self._fenced: set[ProcessIdentity] = set()
         self._changed = asyncio.Event()
+        self._lease: Lease | None = None
+        self._leased: set[ProcessIdentity] = set()
+        self._keeper: asyncio.Task[None] | None = None
 
     async def identity(self) -> ProcessIdentity:
         """This agent's own process."""
@@ -109,6 +127,45 @@ class NodeAgent:
                 handle.kill()
         await self.exits(processes, len(set(processes)) - 1, timeout_s)
         return [self._fenced_result(process) for process in processes]
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    async def vitals(self, processes: Sequence[ProcessIdentity]) -> dict[ProcessIdentity, Vitals]:
+        """How these processes are; those that are gone are left out."""
+        seen = {process: vitals(process) for process in processes}
+        return {process: one for process, one in seen.items() if one is not None}
+
+    async def stacks(
+        self, processes: Sequence[ProcessIdentity], limit: int
+    ) -> dict[ProcessIdentity, tuple[Vitals | None, str]]:
+        """How these processes are, and their Python stacks, at most ``limit`` characters each."""
+        dumps = await asyncio.gather(*(stacks.dump(process, _STACKS_S) for process in processes))
+        return {
+            process: (vitals(process), tidy_stacks(dump, limit)) for process, dump in zip(processes, dumps, strict=True)
+        }
+
+    # -- leases -----------------------------------------------------------------------------------------------------
+
+    async def renew(self, processes: Sequence[ProcessIdentity], duration_s: float, grace_s: float) -> None:
+        """These workers are still wanted. From the first call on, somebody must say so again and again."""
+        now = time.monotonic()
+        self._lease = Lease(duration_s, grace_s + _PATIENCE_S, now)
+        self._lease.answered("anybody", now)
+        self._lease.beat("anybody")
+        self._leased = set(processes)
+        if self._keeper is None:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep_leases())
+
+    async def _keep_leases(self) -> None:
+        while True:
+            await asyncio.sleep(_LEASE_LOOK_S)
+            if self._lease is None or not self._lease.spent(time.monotonic(), _LEASE_LOOK_S):
+                continue
+            left = [process for process in self._leased if process in self._handles]
+            self._lease = None
+            if left:
+                logger.error("nobody wants the workers %s of this node any more; ending them", [p.pid for p in left])
+                await self.fence(left, _STACKS_S)
 
     def _fenced_result(self, process: ProcessIdentity) -> Fenced:
         status, own = self._exits.get(process, (None, False))

@@ -21,11 +21,14 @@ from resilient_executor.errors import ResilientExecutorError
 from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
 from resilient_executor.supervisor.agent import Fenced, NodeAgent
+from resilient_executor.supervisor.standin import Charges, StandIn
+from resilient_executor.supervisor.watch import WatchSettings
 
 logger = logging.getLogger(__name__)
 
-#: A long poll returns after this many seconds without news, so that its thread notices a shutdown.
-_POLL_S: Final = 2.0
+#: A long poll returns after this many seconds without news, so that its thread notices a shutdown, or a supervisor
+#: that does not answer.
+_POLL_S: Final = 1.0
 #: What a call may take beyond the time that the callee was given.
 _GRACE_S: Final = 5.0
 
@@ -55,6 +58,9 @@ class Supervision:
         self._known = 0
         self._stopping = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="resilient-executor-listen", daemon=True)
+        self._supervisor_process: ProcessIdentity | None = None
+        self._heard_at = 0.0
+        self._stand_in = StandIn(config, self._charges, self._stopping)
 
     def start(self) -> None:
         """Start the supervisor and this node's agent; both come up while the workers do."""
@@ -62,11 +68,16 @@ class Supervision:
             self._supervisor = self._make_supervisor()
             self._agent(self._node_id)
         self._listener.start()
+        self._stand_in.start()
 
     def _make_supervisor(self) -> ActorHandle:
-        return self._make(SupervisorActor, self._node_id).remote(
-            self._config.heartbeat_interval_s, self._config.heartbeat_timeout_s
-        )
+        return self._make(SupervisorActor, self._node_id).remote(WatchSettings.from_config(self._config))
+
+    def _charges(self) -> Charges:
+        """Whose leases somebody must renew, and since when the supervisor has not been heard."""
+        limit_s = _POLL_S + self._config.heartbeat_interval_s
+        with self._lock:
+            return Charges(self._epoch, self._members, dict(self._agents), time.monotonic() - self._heard_at > limit_s)
 
     def _make(self, cls: type, node_id: str) -> Any:
         # Ray's own affinity strategy, not a placement group: these outlive the groups of all epochs.
@@ -99,7 +110,10 @@ class Supervision:
                 supervisor, epoch, members, agents = self._supervisor, self._epoch, self._members, dict(self._agents)
             try:
                 assert supervisor is not None
-                ray.get(supervisor.adopt.remote(epoch, members, agents), timeout=_GRACE_S + 25)
+                process = ray.get(supervisor.adopt.remote(epoch, members, agents), timeout=_GRACE_S + 25)
+                with self._lock:
+                    if self._supervisor is supervisor:
+                        self._supervisor_process, self._heard_at = process, time.monotonic()
                 return
             except (RayError, GetTimeoutError):
                 if attempt == 2 or self._stopping.is_set():
@@ -114,6 +128,9 @@ class Supervision:
             logger.warning("the supervisor is gone; starting a new one for epoch %d", self._epoch)
             if lost is not None:
                 ray.kill(lost, no_restart=True)
+            if self._supervisor_process is not None:  # stopped, it would outlive Ray's kill, and perhaps all of us
+                self.kill(self._supervisor_process)
+                self._supervisor_process = None
             self._supervisor = self._make_supervisor()
             self._known = 0
 
@@ -147,6 +164,7 @@ class Supervision:
                 logger.exception("listening to the supervisor failed")
                 self._stopping.wait(1.0)
                 continue
+            self._heard_at = time.monotonic()
             with self._lock:
                 fresh = findings[known:] if epoch == self._epoch else []
                 self._known += len(fresh)
@@ -237,8 +255,9 @@ class Supervision:
             self._agents.clear()
         for handle in handles:
             ray.kill(handle, no_restart=True)
-        if self._listener.is_alive():
-            self._listener.join(_POLL_S + _GRACE_S + 1)
+        for thread in (self._listener, self._stand_in):
+            if thread.is_alive():
+                thread.join(_POLL_S + _GRACE_S + 1)
 
 
 def _alive_nodes(timeout_s: float) -> set[str] | None:

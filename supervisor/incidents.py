@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-from resilient_executor.protocol import ExitStatus, WorkerInfo
+from resilient_executor.protocol import LEASE_EXIT_CODE, ExitStatus, WorkerInfo
+from resilient_executor.supervisor.stalls import StallReport
 
 #: An incident keeps this many pieces of evidence; a hanging group can produce them without end.
 MAX_EVIDENCE: Final = 200
@@ -129,6 +130,8 @@ class Cause:
     def _how_it_ended(self) -> str:
         if self.signal is not None:
             return f"was killed by {signal_name(self.signal)}"
+        if self.exit_code == LEASE_EXIT_CODE:
+            return "ended itself, as nobody renewed its lease"
         if self.exit_code is not None:
             return f"exited with code {self.exit_code}"
         return "died"
@@ -165,6 +168,7 @@ class Incident:
         epochs_tried: the epochs that the rebuild tried, in order.
         resolved_at: wall-clock time of the end, or None.
         outcome: ``open`` until it is resolved.
+        report: for a freeze or a stall, what everyone was doing before anybody was killed.
     """
 
     number: int
@@ -177,6 +181,7 @@ class Incident:
     resolved_at: float | None = None
     outcome: Outcome = "open"
     evidence_dropped: int = 0
+    report: StallReport | None = None
 
     def add(self, evidence: Evidence) -> None:
         """Keep a piece of evidence. The earliest arrivals are kept: the first cause is among them."""
@@ -212,6 +217,7 @@ class Incident:
         data = asdict(self)
         if self.cause is not None:
             data["cause"] = {**asdict(self.cause), "kind": self.cause.kind.value, "description": self.cause.describe()}
+        data["report"] = self.report.lines() if self.report is not None else None
         data["evidence"] = [{**asdict(piece), "kind": piece.kind.value} for piece in self.evidence]
         return {**data, "headline": self.headline(), "duration_s": self.duration_s}
 

@@ -42,6 +42,11 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "recovery_timeout_s": 7200.0,
     "rpc_timeout_s": 3600.0,
     "placement_timeout_s": 300.0,
+    "loading_timeout_s": 3600.0,
+    "compiling_timeout_s": 600.0,
+    # A batch of a new shape may be compiled or captured in the middle of serving.
+    "step_deadline_min_s": 60.0,
+    "step_deadline_first_s": 300.0,
 }
 #: Belong to one worker or one node; the same list as in vLLM's Ray executors.
 WORKER_SPECIFIC: Final = (

@@ -1,0 +1,55 @@
+"""The lease of one worker: the right to write to a channel, which heartbeats renew. Pure: the clock is passed in.
+
+A worker that has been given up must not come back: its late message can abort the raylet that receives it. So it asks
+its lease before it writes, and waits when it has run out; when nobody renews it then, the worker ends itself.
+
+A heartbeat that arrives proves nothing about the present: it may have waited in a stopped process for an hour. What it
+does prove is that whoever sent it had received the *answer before*. So a lease is counted from the worker's own last
+answer that is known to have arrived, by the worker's own clock, and ends before the sender can have counted as much
+silence: no clocks are compared.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class Lease:
+    """Safe for several threads in the way it is used: one writes the last renewal, the others read it.
+
+    Args:
+        duration_s: from a proven answer to the end; none before the first renewal.
+        grace_s: how long the worker waits for a new one before it ends itself, in time that it ran.
+        now: seconds of a steady clock.
+    """
+
+    def __init__(self, duration_s: float, grace_s: float, now: float) -> None:
+        self.duration_s, self.grace_s = duration_s, grace_s
+        self._until = math.inf
+        self._answered: dict[str, float] = {}
+        self._last_pass = now
+        self._lapsed_s = 0.0
+
+    def beat(self, grantor: str) -> None:
+        """A heartbeat of ``grantor`` has arrived; each sends the next one only when it has the answer to the last."""
+        if (answered := self._answered.get(grantor)) is not None:
+            until = answered + self.duration_s
+            self._until = until if self._until == math.inf else max(self._until, until)
+
+    def answered(self, grantor: str, now: float) -> None:
+        """The heartbeat of ``grantor`` is being answered."""
+        self._answered[grantor] = now
+
+    def valid(self, now: float) -> bool:
+        """Whether the worker may write at ``now``."""
+        return now < self._until
+
+    def spent(self, now: float, tick_s: float) -> bool:
+        """A pass of the loop that watches the lease, every ``tick_s``; returns whether the worker must end itself.
+
+        Time in which the loop itself was stopped is not counted: the news may be waiting behind it.
+        """
+        elapsed_s = min(max(0.0, now - self._last_pass), 2 * tick_s)
+        self._last_pass = now
+        self._lapsed_s = 0.0 if self.valid(now) else self._lapsed_s + elapsed_s
+        return self._lapsed_s >= self.grace_s

@@ -1,0 +1,101 @@
+"""The lease of a worker, over random histories of heartbeats that are late, stopped and lost (F24, F37)."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_executor.lease import Lease
+
+LEASE, GRACE, INTERVAL, TICK = 3.5, 5.0, 0.5, 0.25
+
+
+def lease() -> Lease:
+    return Lease(LEASE, GRACE, 0.0)
+
+
+def beat(it: Lease, now: float, grantor: str = "supervisor") -> None:
+    it.beat(grantor)
+    it.answered(grantor, now)
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0), st.floats(0.0, 2.0)), min_size=2, max_size=40),
+    st.floats(0.0, 100.0),
+)
+def test_it_ends_before_the_supervisor_can_have_counted_as_much_silence(
+    beats: list[tuple[float, float, float]], skew: float
+) -> None:
+    """Whatever the delays on the way there, on the way back and in between, and whatever the clocks show."""
+    it, now, heard = lease(), skew, 0.0
+    for there, back, pause in beats:
+        now += there
+        beat(it, now)
+        now += back
+        heard = now  # the supervisor's silence begins here
+        now += pause
+    # The next heartbeat is sent, stays unanswered, and may arrive at any time, or never.
+    assert not it.valid(heard + LEASE)
+    beat(it, heard + 1000.0)
+    assert not it.valid(heard + 1000.0), "a heartbeat that has waited in a stopped process renews nothing"
+
+
+@settings(max_examples=300)
+@given(st.lists(st.floats(0.01, LEASE * 0.99), min_size=2, max_size=100))
+def test_it_is_valid_as_long_as_beats_come(gaps: list[float]) -> None:
+    it, now = lease(), 0.0
+    for gap in gaps:
+        beat(it, now)
+        assert it.valid(now)
+        assert not it.spent(now, TICK)
+        now = min(now + gap, now + LEASE - 0.01)
+
+
+def test_before_the_first_renewal_there_is_no_lease_to_lose() -> None:
+    it = lease()
+    assert it.valid(1e9)
+    beat(it, 0.0)
+    assert it.valid(1e9)
+    beat(it, 0.5)
+    assert not it.valid(3.5)
+
+
+def test_any_grantor_will_do_but_only_one_that_has_heard_an_answer() -> None:
+    it = lease()
+    beat(it, 0.0)
+    beat(it, 0.5)
+    beat(it, 10.0, "executor")
+    assert not it.valid(10.0)
+    beat(it, 10.5, "executor")
+    assert it.valid(13.0)
+
+
+@given(st.floats(0.0, 1e5))
+def test_a_stopped_worker_that_comes_back_has_the_grace_to_be_wanted_again(stopped: float) -> None:
+    it = lease()
+    beat(it, 0.0)
+    beat(it, 0.5)
+    now, ticks = 0.5 + stopped, 0
+    while not it.spent(now, TICK):
+        now += TICK
+        ticks += 1
+        assert ticks * TICK < LEASE + GRACE + 1
+    assert ticks * TICK >= GRACE - 2 * TICK
+    assert not it.valid(now)
+
+
+def test_a_new_lease_in_time_saves_it() -> None:
+    it = lease()
+    beat(it, 0.0)
+    beat(it, 0.5)
+    now = 0.5
+    for _ in range(30):
+        now += TICK
+        assert not it.spent(now, TICK)
+    beat(it, now)
+    beat(it, now + 0.01)
+    assert it.valid(now + 1.0)
+    for _ in range(30):
+        now += TICK
+        assert not it.spent(now, TICK)
