@@ -134,7 +134,7 @@ class ProgressDetector:
         self._last_pass = now
         return (
             self._phase_overdue()
-            or self._step_overdue()
+            or self._step_overdue(running_silent or {})
             or self._step_lost(now, late)
             or self._deaf(running_silent or {})
         )
@@ -148,14 +148,15 @@ class ProgressDetector:
                 return Stall(ranks, age, limit, f"{name} for {age:.1f} s (limit {limit:g} s, {name}_timeout_s)")
         return None
 
-    def _step_overdue(self) -> Stall | None:
+    def _step_overdue(self, running_silent: Mapping[int, float]) -> Stall | None:
         busy = [p for p in self._progress.values() if p.phase is Phase.SERVING and p.step_in_hand >= 0]
         limit = self._deadline.seconds
         oldest = max(busy, key=lambda p: p.step_age_s, default=None)
         if oldest is None or oldest.step_age_s <= limit:
             return None
         step = min(p.step_in_hand for p in busy)
-        ranks = tuple(sorted(p.rank for p in busy if p.step_in_hand == step))
+        # Who does not answer may be in it since its last heartbeat, and the others wait for it.
+        ranks = tuple(sorted({p.rank for p in busy if p.step_in_hand == step} | set(running_silent)))
         return Stall(ranks, oldest.step_age_s, limit, self._overdue(step, oldest.step_age_s, limit))
 
     def _step_lost(self, now: float, late: bool) -> Stall | None:

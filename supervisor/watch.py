@@ -114,7 +114,8 @@ class Watch:
         self._liveness = {
             rank: LivenessDetector(
                 interval_s=interval_s,
-                timeout_s=settings.heartbeat_timeout_s,
+                # The loop looks once an interval: with that, nobody is given up later than was promised.
+                timeout_s=settings.heartbeat_timeout_s - interval_s,
                 earliest_s=settings.earliest_conviction_s,
                 now=now,
             )

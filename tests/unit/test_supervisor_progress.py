@@ -138,6 +138,15 @@ def test_all_ranks_that_have_not_finished_the_step_are_named() -> None:
     assert stall.ranks == (0, 1)
 
 
+def test_who_does_not_answer_may_be_in_the_step_too() -> None:
+    it = detector(2)
+    feed(it, idle(0), idle(1))
+    it.heard(busy(0, 10, 9.0))
+    stall = it.evaluate(0.5, {1: 7.9})
+    assert stall is not None
+    assert stall.ranks == (0, 1)
+
+
 def test_a_step_that_is_lost_between_two_ranks_is_found() -> None:
     it = detector(2)
     states = []
