@@ -214,7 +214,7 @@ class SupervisorActor:
     async def _look(self, watch: Watch, ranks: Sequence[int]) -> None:
         """Have the processes of silent workers looked at: one that runs is not frozen."""
         processes = {self._members[rank].process: rank for rank in ranks if rank in self._members}
-        seen = await ask_agents(self._agents, "vitals", list(processes), timeout_s=2 * self._interval_s)
+        seen = await ask_agents(self._agents, "vitals", list(processes), timeout_s=self._settings.lease_s)
         for process, vitals in seen.items():
             watch.saw(processes[process], vitals, time.monotonic())
 

@@ -47,9 +47,10 @@ class StepDeadline:
         self._patience = 1.0
 
     def learn(self, slowest_s: float, steps: int) -> None:
-        """Note ``steps`` finished steps, the slowest of which took ``slowest_s``."""
-        if steps > 0:
+        """Note what a heartbeat says: so many more steps are finished, and the slowest took ``slowest_s``."""
+        if slowest_s > 0.0:
             self._slowest.append(slowest_s)
+        if steps > 0:
             self._steps += steps
             self._patience = 1.0
 
@@ -120,8 +121,11 @@ class ProgressDetector:
         """A worker has answered a heartbeat."""
         before = self._progress.get(progress.rank)
         self._progress[progress.rank] = progress
-        if progress.phase is Phase.SERVING:
-            self._deadline.learn(progress.slowest_step_s, progress.steps_done - (before.steps_done if before else 0))
+        if progress.phase is not Phase.SERVING or before is None:
+            return  # what a predecessor has seen of this epoch, it has not told
+        # A step of the group counts once, however many ranks have run it.
+        steps = progress.steps_done - before.steps_done if progress.rank == self._ranks[0] else 0
+        self._deadline.learn(progress.slowest_step_s, steps)
 
     def evaluate(self, now: float, running_silent: Mapping[int, float] | None = None) -> Stall | None:
         """Judge the group at ``now``.

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 #: Clock ticks of processor time between two looks that prove that a process runs: one may be Ray's own housekeeping.
 _RAN_TICKS: Final = 2
+#: States of a process that somebody has stopped.
+_STOPPED: Final = ("T", "t")
+#: Where the node's agent cannot be asked, silence must last so many times ``heartbeat_timeout_s``.
+_UNSEEN: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ class Watch:
         before = self._vitals.get(rank)
         self._vitals[rank] = vitals
         used = 0 if before is None else vitals.cpu_ticks - before.cpu_ticks
-        if vitals.runnable or used >= _RAN_TICKS:
+        # While it starts it may wait for its disk with the lock held, for as long as its phase may take.
+        starting = self._phase(rank) is not Phase.SERVING and vitals.state not in _STOPPED
+        if vitals.runnable or used >= _RAN_TICKS or starting:
             self._liveness[rank].ran(now)
             self._runs.add(rank)
         else:
@@ -156,7 +162,7 @@ class Watch:
         convictions, suspects = [], []
         for rank, detector in self._liveness.items():
             verdict = detector.evaluate(now)
-            if verdict.state is Liveness.DEAD and rank not in self._frozen:
+            if verdict.state is Liveness.DEAD and rank not in self._frozen and self._is_proven(rank, now):
                 self._frozen.add(rank)
                 convictions.append(Conviction(CauseKind.FROZEN, (rank,), verdict.reason))
             if verdict.state is not Liveness.ALIVE:
@@ -168,6 +174,15 @@ class Watch:
             self.deadline.convicted()
             convictions.append(Conviction(CauseKind.STALLED, stall.ranks, stall.text))
         return convictions, suspects
+
+    def _phase(self, rank: int) -> Phase:
+        progress = self.progress.get(rank)
+        return progress.phase if progress is not None else Phase.STARTING
+
+    def _is_proven(self, rank: int, now: float) -> bool:
+        """Whether the node's agent has looked and not seen it run; where it does not answer either, twice the time."""
+        silence_s = self._liveness[rank].silence_s(now)
+        return rank in self._vitals or silence_s >= _UNSEEN * self._settings.heartbeat_timeout_s
 
     def silence_s(self, rank: int, now: float) -> float:
         """Seconds since a worker was last heard, whether they count against it or not."""

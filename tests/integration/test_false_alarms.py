@@ -1,4 +1,4 @@
-"""The innocent are never convicted: long steps, a held lock, a slow load, a busy machine, a stopped supervisor (F4, F5).
+"""The innocent are never convicted: long steps, a held lock, a slow load, busy cores, a stopped supervisor (F4, F5).
 
 By default everything is short, and so are the limits. ``SERVE_S=600`` serves for so many seconds with the default
 limits, steps of 15 s and a load of 60 s.
@@ -69,6 +69,7 @@ def test_nothing_happens_while_everything_is_slow(ray_cluster: str) -> None:
     with ResilientExecutor(config) as executor:
         assert executor.start_phases["load"] > LOAD_S
         engine = ReferenceEngine(executor)
+        executor.collective_rpc("slow_down", args=(STEP_S, 0.0))  # from the first step on: nothing short is learnt
         expected = engine.generate(["My dear Emma,"], params)[0].token_ids
         began, pauser = time.monotonic(), threading.Thread(target=lambda: None)
         while True:

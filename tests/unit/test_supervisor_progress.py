@@ -21,9 +21,15 @@ def step_deadline() -> StepDeadline:
     return StepDeadline(floor_s=FLOOR, ceiling_s=CEILING, first_s=FIRST, factor=FACTOR)
 
 
+def used_to_short_steps() -> StepDeadline:
+    it = step_deadline()
+    it.learn(0.01, 5)
+    return it
+
+
 def detector(ranks: int = 2, deadline: StepDeadline | None = None) -> ProgressDetector:
     return ProgressDetector(
-        range(ranks), deadline=deadline or step_deadline(), phase_limits=LIMITS, interval_s=INTERVAL, now=0.0
+        range(ranks), deadline=deadline or used_to_short_steps(), phase_limits=LIMITS, interval_s=INTERVAL, now=0.0
     )
 
 
@@ -52,11 +58,11 @@ def test_the_deadline_is_a_multiple_of_the_slowest_recent_step_between_floor_and
     it = step_deadline()
     for slowest, steps in history:
         it.learn(slowest, steps)
-    known = [slowest for slowest, steps in history if steps > 0]
+    known = [slowest for slowest, _ in history if slowest > 0]
     if sum(steps for _, steps in history) < 5:
         assert it.seconds == FIRST
     else:
-        assert it.seconds == min(CEILING, max(FLOOR, FACTOR * max(known[-256:])))
+        assert it.seconds == min(CEILING, max(FLOOR, FACTOR * max(known[-256:], default=0.0)))
 
 
 @settings(max_examples=300)
@@ -112,6 +118,7 @@ def test_a_step_that_never_ends_on_one_rank_is_found_within_the_bound(guilty: in
     """F3: with short steps within 10 s, named by step and rank; the others have finished it."""
     it = detector(4)
     for rank in range(4):
+        it.heard(idle(rank, 0))
         it.heard(idle(rank, 9, slowest_step_s=usual))
     now, began = 0.0, phase
     while True:
@@ -131,11 +138,23 @@ def test_a_step_that_never_ends_on_one_rank_is_found_within_the_bound(guilty: in
 
 def test_all_ranks_that_have_not_finished_the_step_are_named() -> None:
     it = detector(4)
-    feed(it, *(idle(rank) for rank in range(4)))
+    feed(it, *(idle(rank, 0) for rank in range(4)), *(idle(rank) for rank in range(4)))
     feed(it, busy(0, 10, 9.0), busy(1, 10, 9.0), idle(2), idle(3))
     stall = it.evaluate(0.5)
     assert stall is not None
     assert stall.ranks == (0, 1)
+
+
+def test_a_new_supervisor_learns_anew() -> None:
+    """The first heartbeat that it hears speaks of steps whose length it does not know."""
+    deadline = step_deadline()
+    it = detector(2, deadline)
+    feed(it, idle(0, 1000), idle(1, 1000))
+    assert not deadline.learnt
+    feed(it, idle(0, 1004), idle(1, 1004))
+    assert not deadline.learnt, "four steps on two ranks are four steps"
+    feed(it, idle(0, 1005))
+    assert deadline.learnt
 
 
 def test_who_does_not_answer_may_be_in_the_step_too() -> None:
