@@ -58,8 +58,7 @@ class NodeAgent:
         self._exits: dict[ProcessIdentity, tuple[ExitStatus, bool]] = {}
         self._fenced: set[ProcessIdentity] = set()
         self._changed = asyncio.Event()
-        self._lease: Lease | None = None
-        self._leased: set[ProcessIdentity] = set()
+        self._leases: dict[ProcessIdentity, Lease] = {}
         self._keeper: asyncio.Task[None] | None = None
 
     async def identity(self) -> ProcessIdentity:
@@ -149,23 +148,25 @@ class NodeAgent:
     async def renew(self, processes: Sequence[ProcessIdentity], duration_s: float, grace_s: float) -> None:
         """These workers are still wanted. From the first call on, somebody must say so again and again."""
         now = time.monotonic()
-        self._lease = Lease(duration_s, grace_s + _PATIENCE_S, now)
-        self._lease.answered("anybody", now)
-        self._lease.beat("anybody")
-        self._leased = set(processes)
+        for process in processes:
+            lease = Lease(duration_s, grace_s + _PATIENCE_S, now)
+            lease.answered("anybody", now)
+            lease.beat("anybody")
+            self._leases[process] = lease
         if self._keeper is None:
             self._keeper = asyncio.get_running_loop().create_task(self._keep_leases())
 
     async def _keep_leases(self) -> None:
         while True:
             await asyncio.sleep(_LEASE_LOOK_S)
-            if self._lease is None or not self._lease.spent(time.monotonic(), _LEASE_LOOK_S):
-                continue
-            left = [process for process in self._leased if process in self._handles]
-            self._lease = None
-            if left:
-                logger.error("nobody wants the workers %s of this node any more; ending them", [p.pid for p in left])
-                await self.fence(left, _STACKS_S)
+            now = time.monotonic()
+            self._leases = {process: lease for process, lease in self._leases.items() if process in self._handles}
+            unwanted = [process for process, lease in self._leases.items() if lease.spent(now, _LEASE_LOOK_S)]
+            for process in unwanted:
+                del self._leases[process]
+            if unwanted:
+                logger.error("nobody wants the workers %s of this node any more", [p.pid for p in unwanted])
+                await self.fence(unwanted, _STACKS_S)
 
     def _fenced_result(self, process: ProcessIdentity) -> Fenced:
         status, own = self._exits.get(process, (None, False))
