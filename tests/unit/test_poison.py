@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from resilient_executor import Cause, CauseKind
-from resilient_executor.vllm.poison import Quarantine
+from resilient_executor.poison import Quarantine
 
 KILLED = Cause(CauseKind.PROCESS_EXIT, signal=signal.SIGKILL)
 SEGFAULT = Cause(CauseKind.PROCESS_EXIT, signal=signal.SIGSEGV)
