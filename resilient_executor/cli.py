@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from resilient_executor.config import ENV_PREFIX
 from resilient_executor.errors import ResilientExecutorError
 
 PROGRAM: Final = "resilient-executor"
@@ -97,6 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     _add_demo(commands.add_parser)
+    _add_status(commands.add_parser)
+    _add_stacks(commands.add_parser)
     return parser
 
 
@@ -138,6 +141,68 @@ def _add_demo(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="Ray cluster whose workers on this machine may be killed; local starts an embedded one of its own",
     )
     parser.set_defaults(run=_run_demo)
+
+
+def _add_status(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_parser(
+        "status",
+        help="show a running executor: ranks, epoch, last incidents",
+        description="Show what a running executor's endpoint says (setting status_port).",
+        epilog="exit codes: 0 it is healthy; 1 it is not; 2 nobody answers; 130 Ctrl-C",
+        formatter_class=_Help,
+    )
+    _add_url(parser)
+    parser.add_argument(
+        "--watch", nargs="?", type=_seconds, const=1.0, default=argparse.SUPPRESS, metavar="SECONDS",
+        help="show it again and again, until Ctrl-C",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the data as JSON, once")
+    parser.set_defaults(run=_run_status)
+
+
+def _run_status(arguments: argparse.Namespace) -> int:
+    from resilient_executor import views
+
+    return views.show_status(
+        arguments.url, watch_s=getattr(arguments, "watch", None), as_json=getattr(arguments, "json", False)
+    )
+
+
+def _add_stacks(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_parser(
+        "stacks",
+        help="show what every rank of a running executor is doing, with its Python stacks",
+        description="Show what every rank is doing, with the Python stacks of its threads; also of those that hang.",
+        formatter_class=_Help,
+    )
+    _add_url(parser)
+    parser.set_defaults(run=_run_stacks)
+
+
+def _run_stacks(arguments: argparse.Namespace) -> int:
+    from resilient_executor import views
+
+    return views.show_stacks(arguments.url)
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    host = os.environ.get(f"{ENV_PREFIX}STATUS_HOST", "127.0.0.1")
+    port = os.environ.get(f"{ENV_PREFIX}STATUS_PORT", "8090")
+    parser.add_argument(
+        "--url",
+        default=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        help=f"the endpoint; {ENV_PREFIX}STATUS_HOST and _STATUS_PORT set the default",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -129,6 +129,9 @@ class ExecutorConfig:
         backoff_reset_s: service of this length ends a row of failures.
         backoff_initial_s, backoff_max_s: pause before the second and later rebuilds in a row, doubling, with jitter.
         start_attempts: attempts to start before ``StartupError``.
+        status_port: TCP port of the operator's endpoint (see docs/operations.md), which only shows; 0 takes any free
+            one, None opens none.
+        status_host: the address that it listens at, on the driver's node. It has no access control.
     """
 
     worker: WorkerSpec
@@ -182,6 +185,8 @@ class ExecutorConfig:
     backoff_max_s: float = 30.0
     backoff_reset_s: float = 10.0
     start_attempts: int = 3
+    status_port: int | None = None
+    status_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         """Normalise and check."""
@@ -201,6 +206,12 @@ class ExecutorConfig:
         ):
             self._check_int(name, at_least=1)
         self._check_int("max_restarts", at_least=0)
+        if self.status_port is not None:
+            self._check_int("status_port", at_least=0)
+            if self.status_port > 65535:
+                raise ConfigError(f"status_port must be at most 65535, not {self.status_port}")
+        if not re.fullmatch(r"[A-Za-z0-9.:_-]+", self.status_host):
+            raise ConfigError(f"status_host must be an address or a host's name, not {self.status_host!r}")
         if self.max_inflight_steps is not None:
             self._check_int("max_inflight_steps", at_least=1)
         for name in _SECONDS:

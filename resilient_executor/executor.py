@@ -7,13 +7,11 @@ waits for the rebuild.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -26,7 +24,8 @@ from resilient_executor.errors import StateError, StepLost
 from resilient_executor.graph import resolve_transport
 from resilient_executor.health import check_health
 from resilient_executor.journal import Journal, RpcPolicy
-from resilient_executor.lifecycle import Event, ExecutorState, Generation, Lifecycle
+from resilient_executor.lifecycle import Event, ExecutorState, Generation, Lifecycle, shut_down_at_exit
+from resilient_executor.operations import Publisher
 from resilient_executor.overseer import Overseer
 from resilient_executor.pipeline import StepPipeline
 from resilient_executor.plans import EngineFuture, Plan, Plans, completed
@@ -80,7 +79,7 @@ class ResilientExecutor:
         self._pending_plan = self._plans.current
         self._lifecycle.add_listener(self._on_event)
         self._connected_here = cluster.connect(config)
-        self._at_exit: Callable[[], None] | None = _shut_down_at_exit(self)
+        self._at_exit: Callable[[], None] | None = shut_down_at_exit(self)
         try:
             self._config = config = placement.with_current_group(config)
             placement.check_capacity(config)
@@ -106,6 +105,9 @@ class ResilientExecutor:
         # Either a shutdown in another thread has found what there is to stop, or it is noticed here.
         self._lifecycle.raise_if_over()
         self._supervision.start()
+        if config.status_port is not None:
+            self._supervision.open_endpoint()
+            Publisher(config, self._lifecycle, self._recovery, self._supervision.tell)
         self._overseer.start(self._recovery, self._supervision)
         self.start_seconds = time.monotonic() - began
         logger.info("%s: %d workers serve after %.1f s", config.name, config.world_size, self.start_seconds)
@@ -300,6 +302,11 @@ class ResilientExecutor:
         return tuple(current.group.infos) if current is not None and current.group is not None else ()
 
     @property
+    def status_url(self) -> str | None:
+        """Where the operator's endpoint listens, or None."""
+        return self._supervision.status_url if self._supervision is not None else None
+
+    @property
     def max_concurrent_batches(self) -> int:
         """Steps that the engine should keep in flight: one for each stage."""
         return self._config.pipeline_parallel_size
@@ -385,15 +392,3 @@ class ResilientExecutor:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _shut_down_at_exit(executor: ResilientExecutor) -> Callable[[], None]:
-    """Shut down before Ray's own exit handler runs, without keeping the executor alive; returns how to undo it."""
-    reference = weakref.ref(executor)
-
-    def run() -> None:
-        if (alive := reference()) is not None:
-            alive.shutdown()
-
-    atexit.register(run)
-    return lambda: atexit.unregister(run)

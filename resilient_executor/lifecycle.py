@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import enum
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from resilient_executor.errors import ExecutorFailed, ExecutorStopped, RecoveryTimeout
 from resilient_executor.supervisor.incidents import Evidence, Incident, RankExit
@@ -208,3 +210,19 @@ class Lifecycle:
                 listener(event)
             except Exception:
                 logger.exception("a listener failed on %s", kind)
+
+
+class _Stoppable(Protocol):
+    def shutdown(self) -> None: ...
+
+
+def shut_down_at_exit(executor: _Stoppable) -> Callable[[], None]:
+    """Shut down before Ray's own exit handler runs, without keeping the executor alive; returns how to undo it."""
+    reference = weakref.ref(executor)
+
+    def run() -> None:
+        if (alive := reference()) is not None:
+            alive.shutdown()
+
+    atexit.register(run)
+    return lambda: atexit.unregister(run)

@@ -41,7 +41,7 @@ from resilient_executor.protocol import Phase, StepKind
 from resilient_executor.supervisor.actor import Member
 from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.incidents import Cause, CauseKind, Evidence, Incident, RankExit, first_cause
-from resilient_executor.supervisor.policy import RestartBudget
+from resilient_executor.supervisor.policy import BudgetSnapshot, RestartBudget
 from resilient_executor.worker_group import WorkerGroup, first_line
 
 if TYPE_CHECKING:
@@ -90,6 +90,11 @@ class Recovery:
         self._reservations: list[Reservation] = []
         #: Phases of the first start -> seconds.
         self.start_phases: dict[str, float] = {}
+
+    @property
+    def budget(self) -> BudgetSnapshot:
+        """How much of the restart budget is used."""
+        return self._budget.snapshot(time.monotonic())
 
     # -- the two ways to a serving generation -----------------------------------------------------------------------
 
@@ -270,7 +275,7 @@ class Recovery:
         with self._phase("rank", incident):
             group.rank(self._driver_node_id, deadline)
             members = [
-                Member(rank, handle, info.process, info.node_ip)
+                Member(rank, handle, info.process, info.node_ip, info.device_ids)
                 for rank, (handle, info) in enumerate(zip(group.handles, group.infos, strict=True))
             ]
             self._supervision.adopt(new.epoch, members)

@@ -27,9 +27,12 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from resilient_executor.processes import identify
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
+from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.reports import ask_agents, collect
 from resilient_executor.supervisor.stalls import StallReport
+from resilient_executor.supervisor.status import News
+from resilient_executor.supervisor.status import status as status_of
 from resilient_executor.supervisor.watch import Conviction, Watch, WatchSettings
 
 T = TypeVar("T")
@@ -43,6 +46,7 @@ class Member:
     handle: ActorHandle
     process: ProcessIdentity
     node_ip: str
+    device_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class SupervisorActor:
         self._members: dict[int, Member] = {}
         self._agents: dict[str, ActorHandle] = {}
         self._watch: Watch | None = None
+        self._news: News | None = None
+        self._news_at = 0.0
+        self._endpoint = Endpoint(self._status, self._stack_lines)
         self._findings: list[Finding] = []
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -259,11 +266,31 @@ class SupervisorActor:
                 break
         return list(self._findings) if epoch == self._epoch else []
 
-    async def stacks(self, epoch: int) -> StallReport | None:
-        """What everyone is doing now, with stacks; None when no such epoch is watched."""
-        if epoch != self._epoch or self._watch is None or not self._members:
-            return None
-        return await self._report(self._watch, (), "asked for")
+    # -- the operator's view ----------------------------------------------------------------------------------------
+
+    async def serve(self, host: str, port: int, patience_s: float = 0.0) -> int | str:
+        """Open the endpoint; returns its port, or why it cannot be opened, also after ``patience_s`` of trying."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return await self._endpoint.start(host, port)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    return error.strerror or str(error)
+            await asyncio.sleep(0.1)
+
+    async def tell(self, news: News) -> None:
+        """Take what the executor knows, for the endpoint."""
+        self._news, self._news_at = news, time.monotonic()
+
+    def _status(self) -> dict[str, Any]:
+        devices = {rank: member.device_ids for rank, member in self._members.items()}
+        return status_of(self._news, self._news_at, self._watch, devices, time.monotonic())
+
+    async def _stack_lines(self) -> list[str]:
+        if self._watch is None or not self._members:
+            return ["no workers are watched now"]
+        return (await self._report(self._watch, (), "asked for")).lines()
 
     async def examine(self, epoch: int, timeout_s: float) -> Examination:
         """Ask every worker, now, and give each ``timeout_s`` to answer: a real round trip, nothing remembered."""

@@ -17,11 +17,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from resilient_executor.config import ExecutorConfig
-from resilient_executor.errors import ResilientExecutorError
+from resilient_executor.errors import ConfigError, ResilientExecutorError
 from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
 from resilient_executor.supervisor.agent import Fenced, NodeAgent
 from resilient_executor.supervisor.standin import Charges, StandIn
+from resilient_executor.supervisor.status import News
 from resilient_executor.supervisor.watch import WatchSettings
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,10 @@ class Supervision:
         self._supervisor_process: ProcessIdentity | None = None
         self._heard_at = 0.0
         self._stand_in = StandIn(config, self._charges, self._stopping)
+        self._news: News | None = None
+        #: Where the endpoint listens, once it does; a new supervisor takes the same port.
+        self.status_url: str | None = None
+        self._status_port = config.status_port
 
     def start(self) -> None:
         """Start the supervisor and this node's agent; both come up while the workers do."""
@@ -69,6 +74,32 @@ class Supervision:
             self._agent(self._node_id)
         self._listener.start()
         self._stand_in.start()
+
+    def open_endpoint(self) -> None:
+        """Have the supervisor open its endpoint, where one is configured.
+
+        Raises:
+            ConfigError: that address cannot be listened at.
+        """
+        host, port = self._config.status_host, self._status_port
+        if port is None:
+            return
+        assert self._supervisor is not None
+        opened = ray.get(self._supervisor.serve.remote(host, port), timeout=self._config.start_timeout_s)
+        if isinstance(opened, str):
+            raise ConfigError(
+                f"the endpoint cannot listen at status_host {host!r}, status_port {port}: {opened}. Choose others, or "
+                "status_port=0 for any free port"
+            )
+        self._status_port = opened
+        self.status_url = f"http://{f'[{host}]' if ':' in host else host}:{opened}"
+
+    def tell(self, news: News) -> None:
+        """Pass on what the executor knows. Does not wait."""
+        with self._lock:
+            self._news, supervisor = news, self._supervisor
+        if supervisor is not None and not self._stopping.is_set():
+            supervisor.tell.remote(news)
 
     def _make_supervisor(self) -> ActorHandle:
         return self._make(SupervisorActor, self._node_id).remote(WatchSettings.from_config(self._config))
@@ -133,6 +164,11 @@ class Supervision:
                 self._supervisor_process = None
             self._supervisor = self._make_supervisor()
             self._known = 0
+            if self._status_port is not None:
+                # The lost one's port is free when its process is gone, which takes a moment; the first try that works.
+                self._supervisor.serve.remote(self._config.status_host, self._status_port, _GRACE_S)
+                if self._news is not None:
+                    self._supervisor.tell.remote(self._news)
 
     def retire(self, epoch: int) -> None:
         """End the watch over an epoch: its workers are about to be killed."""
@@ -165,6 +201,8 @@ class Supervision:
                 self._stopping.wait(1.0)
                 continue
             self._heard_at = time.monotonic()
+            if self._status_port is not None and self._news is not None:
+                self.tell(self._news)  # that we live
             with self._lock:
                 fresh = findings[known:] if epoch == self._epoch else []
                 self._known += len(fresh)

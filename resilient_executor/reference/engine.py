@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tokenizers import Tokenizer
 
@@ -35,7 +37,14 @@ from resilient_executor.reference.model_config import ModelConfig, resolve_check
 from resilient_executor.reference.request import Completion, FinishReason, Request, SamplingParams, TokenEvent
 from resilient_executor.reference.scheduler import Scheduler, SchedulerConfig
 
+if TYPE_CHECKING:
+    from resilient_executor.supervisor.incidents import Cause
+
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
+#: For an incident's first cause to be known, in seconds; only asked for while a request is on trial.
+_CAUSE_S: Final = 15.0
 
 
 class Executor(Protocol):
@@ -80,7 +89,7 @@ class ReferenceEngine:
         max_num_requests: most requests in the KV cache at the same time; others wait.
         max_model_len: most tokens of a request, prompt and output together; None for what the model was made for.
         max_concurrent_steps: most steps in flight; None asks the executor (``max_concurrent_batches``, as in vLLM).
-        max_lost_steps: lost steps in a row after which a request is given up; see :class:`SchedulerConfig`.
+        poison_crashes: deaths in a row after which requests are tried apart; see :class:`SchedulerConfig`.
 
     Raises:
         InvalidConfiguration: the limits do not fit the model or the workers' KV cache.
@@ -99,7 +108,7 @@ class ReferenceEngine:
         max_num_requests: int = 16,
         max_model_len: int | None = None,
         max_concurrent_steps: int | None = None,
-        max_lost_steps: int = 3,
+        poison_crashes: int = 2,
     ) -> None:
         folder = resolve_checkpoint(checkpoint)
         self.model_config = ModelConfig.load(folder)
@@ -125,7 +134,7 @@ class ReferenceEngine:
                 max_model_len=max_model_len,
                 max_concurrent_steps=max_concurrent_steps,
                 eos_token_ids=self.model_config.eos_token_ids,
-                max_lost_steps=max_lost_steps,
+                poison_crashes=poison_crashes,
             )
         )
         executor.collective_rpc("initialize_kv_cache", args=(kv_capacity_tokens,))
@@ -315,11 +324,11 @@ class ReferenceEngine:
         if isinstance(error, ExecutorFailed):
             self._fail(error)
             return
-        self._recompute(refused)
+        self._recompute(refused, error)
         if not isinstance(error, StepLost):
             raise error
 
-    def _recompute(self, refused: SchedulerOutput | None) -> None:
+    def _recompute(self, refused: SchedulerOutput | None, error: Exception) -> None:
         self.lost_steps += self._scheduler.num_in_flight
         self.recoveries += 1
         # The later steps in flight were lost with the first; the executor is told that the engine knows.
@@ -327,8 +336,13 @@ class ReferenceEngine:
         for _, pending in later:
             if isinstance(pending, Future):
                 pending.exception()
-        for request_id in self._scheduler.recompute_all(refused):
-            self._end(request_id, FinishReason.ERROR, PoisonRequest(request_id, self._scheduler.config.max_lost_steps))
+        trial = self._scheduler.on_trial is not None
+        poison = self._scheduler.recompute_all(refused, _cause_of(error) if trial else None)
+        if poison is not None:
+            logger.error("request %s has taken its workers along even alone; it is given up, the others go on", poison)
+            self._end(poison, FinishReason.ERROR, PoisonRequest(poison))
+        elif not trial and (suspect := self._scheduler.on_trial) is not None:
+            logger.warning("the same requests were in flight at the last deaths; %s is tried alone", suspect.request_id)
 
     def _fail(self, error: ExecutorFailed) -> None:
         self._failure = error
@@ -341,6 +355,17 @@ class ReferenceEngine:
         output = self._outputs.pop(request_id)
         delta = output.detokenizer.finish()
         self._events.append(TokenEvent(request_id, len(output.token_ids), None, delta, reason, error))
+
+
+def _cause_of(error: Exception) -> Cause | None:
+    """What the workers died of. It is known for certain when the dead are fenced, a moment after the step is lost."""
+    incident = error.incident if isinstance(error, StepLost) else None
+    deadline = time.monotonic() + _CAUSE_S
+    while incident is not None and incident.cause is None and incident.outcome == "open":
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return incident.cause if incident is not None else None
 
 
 def _is_executors(error: Exception) -> bool:

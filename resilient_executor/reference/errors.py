@@ -42,14 +42,10 @@ class RequestFailed(ResilientExecutorError):
 
 
 class PoisonRequest(RequestFailed):
-    """A request whose steps were lost again and again, the last one while it ran alone: it is given up."""
+    """A request that took its workers along every time it was tried, at last all alone: it is given up (F17)."""
 
-    def __init__(self, request_id: str, losses: int) -> None:
-        super().__init__(
-            request_id,
-            f"{losses} of its steps in a row took their workers down, the last one with no other request in flight",
-        )
-        self.losses = losses
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id, "it took its workers along every time it was tried, at last all alone")
 
 
 class CacheExhausted(RuntimeError):

@@ -108,7 +108,6 @@ class Request:
         blocks: its cache blocks, in order.
         in_flight: whether a step with it has been sent and has not come back.
         aborted: aborted while in flight; what that step brings is thrown away.
-        losses: its steps in a row that were lost with their workers.
     """
 
     request_id: str
@@ -121,7 +120,6 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     in_flight: bool = False
     aborted: bool = False
-    losses: int = 0
 
     @property
     def num_tokens(self) -> int:

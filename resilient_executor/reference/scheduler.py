@@ -10,8 +10,8 @@ Rules:
   is not in flight gives up its blocks and is recomputed later. The oldest request can always go on, so all finish.
 * After a lost step (``recompute_all``) every live request starts over from its prompt and the tokens it has generated:
   fresh workers need to know nothing else.
-* A request whose steps are lost repeatedly runs alone; if that step is lost too, the request is given up as poison and
-  the others go on.
+* Requests whose steps are lost repeatedly are tried apart, one at a time and all alone (see ``poison.py``); one that
+  takes its workers along even then is given up as poison, and the others go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import bisect
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from resilient_executor.poison import Quarantine
 from resilient_executor.reference.blocks import BlockPool
 from resilient_executor.reference.errors import InvalidConfiguration
 from resilient_executor.reference.messages import (
@@ -31,6 +33,9 @@ from resilient_executor.reference.messages import (
     blocks_for,
 )
 from resilient_executor.reference.request import FinishReason, Request, TokenEvent
+
+if TYPE_CHECKING:
+    from resilient_executor.supervisor.incidents import Cause
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,8 @@ class SchedulerConfig:
         max_model_len: most tokens of a request, prompt and output together.
         max_concurrent_steps: most steps in flight; the number of PP stages keeps all of them busy.
         eos_token_ids: tokens that end an output, unless the request ignores them.
-        max_lost_steps: lost steps in a row after which a request is given up, at least 2; all but the last one may
-            have been shared with others.
+        poison_crashes: deaths of workers in a row, without a token in between, after which the requests that were in
+            flight are tried apart; 0 never suspects anybody.
 
     Raises:
         InvalidConfiguration: a limit is too small to make progress.
@@ -57,7 +62,7 @@ class SchedulerConfig:
     max_model_len: int
     max_concurrent_steps: int = 1
     eos_token_ids: Collection[int] = ()
-    max_lost_steps: int = 3
+    poison_crashes: int = 2
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_num_requests", "max_concurrent_steps"):
@@ -65,8 +70,8 @@ class SchedulerConfig:
                 raise InvalidConfiguration(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len < 2:
             raise InvalidConfiguration(f"max_model_len is {self.max_model_len}; it must be at least 2")
-        if self.max_lost_steps < 2:
-            raise InvalidConfiguration(f"max_lost_steps is {self.max_lost_steps}; it must be at least 2")
+        if self.poison_crashes < 0:
+            raise InvalidConfiguration(f"poison_crashes is {self.poison_crashes}; it must be at least 0")
         if blocks_for(self.max_model_len) > self.kv_capacity_tokens // BLOCK_TOKENS:
             raise InvalidConfiguration(
                 f"the KV cache holds {self.kv_capacity_tokens} tokens in blocks of {BLOCK_TOKENS}, too few for one "
@@ -85,6 +90,7 @@ class Scheduler:
         self._running: list[Request] = []  # in order of arrival
         self._in_flight: deque[SchedulerOutput] = deque()
         self._released: list[str] = []
+        self._quarantine = Quarantine(config.poison_crashes)
         self._next_step = 0
         self._next_arrival = 0
 
@@ -121,6 +127,7 @@ class Scheduler:
         if request is None:
             return False
         request.aborted = True
+        self._quarantine.forget(request_id)
         if request in self._waiting:
             self._waiting.remove(request)
         elif not request.in_flight:  # otherwise its blocks are in use until the step is settled
@@ -131,7 +138,7 @@ class Scheduler:
         """Choose the next step and count it as in flight; one without requests is not counted, and not to be run."""
         scheduled: list[ScheduledRequest] = []
         if len(self._in_flight) < self.config.max_concurrent_steps:
-            suspect = next((r for r in self._by_arrival() if r.losses >= self.config.max_lost_steps - 1), None)
+            suspect = self.on_trial
             if suspect is None:
                 self._schedule_running(scheduled)
                 self._schedule_waiting(scheduled)
@@ -180,28 +187,33 @@ class Scheduler:
         failed = []
         for _, request in self._settle(output):
             self._leave(request)
+            self._quarantine.forget(request.request_id)
             if self._requests.pop(request.request_id, None) is request:
                 failed.append(request.request_id)
         return failed
 
-    def recompute_all(self, refused: SchedulerOutput | None = None) -> list[str]:
+    @property
+    def on_trial(self) -> Request | None:
+        """The request that runs alone, because its workers may have died of it; or None."""
+        name = self._quarantine.on_trial
+        return None if name is None else self._requests[name]  # those that end are forgotten
+
+    def recompute_all(self, refused: SchedulerOutput | None = None, cause: Cause | None = None) -> str | None:
         """Settle all steps in flight as lost: every live request waits again, to be computed from its first token.
 
         Args:
             refused: a step in flight that the workers never saw, so that its requests are not to blame.
+            cause: what the workers died of, as far as it is known; it matters while a request is on trial.
 
         Returns:
-            The ids of requests that were given up as poison.
+            The id of the request that was given up as poison, or None.
         """
         # Several steps may have been in the pipeline; each of them may be the one that took the workers down.
-        lost = [scheduled.request_id for step in self._in_flight if step is not refused for scheduled in step.requests]
-        poison: list[str] = []
-        for request_id in lost:
-            if request := self._requests.get(request_id):
-                request.losses += 1
-                if request.losses >= self.config.max_lost_steps:  # a suspect runs alone, so it was this one
-                    poison.append(request_id)
-                    del self._requests[request_id]
+        lost = {scheduled.request_id for step in self._in_flight if step is not refused for scheduled in step.requests}
+        blamed = [(r.request_id, len(r.output)) for r in self._by_arrival() if r.request_id in lost]
+        poison = self._quarantine.died(blamed, cause) if blamed else None
+        if poison is not None:
+            del self._requests[poison]
         again = [request for request in self._running if request.request_id in self._requests]
         for request in self._running:
             self._pool.free(request.blocks)
@@ -220,6 +232,7 @@ class Scheduler:
         ended = [request.request_id for request in self._by_arrival()]
         self._requests.clear()
         self._waiting.clear()
+        self._quarantine.acquit_all()
         self.recompute_all()
         return ended
 
@@ -308,7 +321,8 @@ class Scheduler:
 
     def _append(self, request: Request, token: int) -> TokenEvent:
         request.output.append(token)
-        request.losses = 0  # a new token is progress; tokens that were only run again are not
+        # A new token is progress; tokens that were only run again are not.
+        self._quarantine.progressed(request.request_id, len(request.output))
         reason: FinishReason | None = None
         ends_text = token in self.config.eos_token_ids and not request.params.ignore_eos
         if ends_text or token in request.params.stop_token_ids:
@@ -317,6 +331,7 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._leave(request)
+            self._quarantine.forget(request.request_id)
             del self._requests[request.request_id]
         return TokenEvent(request.request_id, len(request.output) - 1, token, finish_reason=reason)
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from resilient_executor.poison import Quarantine
 from resilient_executor.vllm.messages import Loss, LostStepOutput, blank_output
-from resilient_executor.vllm.poison import Quarantine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

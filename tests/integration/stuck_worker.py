@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 import time
@@ -84,4 +85,15 @@ class StuckWorker(ReferenceWorker):
             if after <= 0:
                 Path(mark).write_text(repr(time.time()))
                 globals()[KINDS[kind]]()
+        return super().execute_stage(scheduler_output, grammar_output, intermediate)
+
+
+class PoisonedWorker(ReferenceWorker):
+    """Crashes as a bad kernel does whenever one token is in its batch."""
+
+    POISON = 2047
+
+    def execute_stage(self, scheduler_output: Any, grammar_output: Any, intermediate: Any) -> Any:
+        if any(self.POISON in request.token_ids for request in scheduler_output.requests):
+            os.abort()
         return super().execute_stage(scheduler_output, grammar_output, intermediate)

@@ -116,7 +116,7 @@ def serve(engine: ReferenceEngine) -> Tokens:
 def test_no_kill_at_any_moment_loses_repeats_or_changes_a_token(executor: ResilientExecutor) -> None:
     rng = random.Random(SEED)
     print(f"SEED={SEED} KILLS={KILLS}")
-    engine = ReferenceEngine(executor, max_lost_steps=1000)
+    engine = ReferenceEngine(executor, poison_crashes=0)
     undisturbed = serve(engine)
     assert serve(engine) == undisturbed, "the engine itself does not repeat its tokens"
     process = psutil.Process()

@@ -49,7 +49,7 @@ def executor(ray_cluster: str, request: pytest.FixtureRequest) -> Iterator[Resil
 
 @pytest.fixture(scope="module")
 def engine(executor: ResilientExecutor) -> ReferenceEngine:
-    return ReferenceEngine(executor, max_lost_steps=1000)
+    return ReferenceEngine(executor, poison_crashes=0)
 
 
 @pytest.fixture(scope="module")

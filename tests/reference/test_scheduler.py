@@ -13,6 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from resilient_executor import Cause, CauseKind
 from resilient_executor.reference import (
     FinishReason,
     InvalidConfiguration,
@@ -63,10 +64,14 @@ class Workers:
         return ModelOutput(step.step_id, drawn)
 
 
+#: A death of the process's own doing: whoever is alone in flight then is guilty.
+SEGFAULT = Cause(CauseKind.PROCESS_EXIT, signal=11)
+
+
 def make(
-    capacity: int = 128, batch: int = 32, requests: int = 4, length: int = 64, steps: int = 1, losses: int = 3
+    capacity: int = 128, batch: int = 32, requests: int = 4, length: int = 64, steps: int = 1, crashes: int = 2
 ) -> Scheduler:
-    return Scheduler(SchedulerConfig(capacity, batch, requests, length, steps, (EOS,), losses))
+    return Scheduler(SchedulerConfig(capacity, batch, requests, length, steps, (EOS,), crashes))
 
 
 def request(name: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, ignore_eos: bool = True) -> Request:
@@ -173,7 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.schedule() if refused else None
         self.in_flight.clear()
         self.workers = Workers()
-        for name in self.scheduler.recompute_all(step if step and step.requests else None):
+        name = self.scheduler.recompute_all(step if step and step.requests else None, cause=SEGFAULT)
+        if name is not None:
             assert [r.request_id for s in lost for r in s.requests] == [name], "only a request that ran alone"
             del self.live[name]
         if lost:
@@ -260,7 +266,7 @@ def test_lost_steps_send_everything_again_from_the_first_token() -> None:
         step = scheduler.schedule()
         scheduler.update(step, workers.run(step))
     lost = scheduler.schedule()
-    assert scheduler.recompute_all() == []
+    assert scheduler.recompute_all() is None
     again = scheduler.schedule()
     assert again.step_id == lost.step_id + 1
     (sent,) = again.requests
@@ -280,7 +286,8 @@ def test_a_request_that_kills_its_workers_is_singled_out() -> None:
             break
         step = scheduler.schedule()
         if any(r.request_id == "poison" for r in step.requests):
-            given_up += scheduler.recompute_all()
+            poison = scheduler.recompute_all(cause=SEGFAULT)
+            given_up += [] if poison is None else [poison]
             workers = Workers()
         else:
             finished += [e.request_id for e in scheduler.update(step, workers.run(step)) if e.finish_reason]
@@ -292,7 +299,7 @@ def test_refused_steps_blame_nobody() -> None:
     scheduler, workers = make(), Workers()
     scheduler.add(request("a"))
     for _ in range(10):
-        assert scheduler.recompute_all(refused=scheduler.schedule()) == []
+        assert scheduler.recompute_all(refused=scheduler.schedule()) is None
     step = scheduler.schedule()
     assert len(scheduler.update(step, workers.run(step))) == 1
 
@@ -326,7 +333,7 @@ def test_an_id_is_free_again_when_its_aborted_request_has_come_back() -> None:
         {"max_num_requests": 0},
         {"max_model_len": 1},
         {"max_concurrent_steps": 0},
-        {"max_lost_steps": 1},
+        {"poison_crashes": -1},
     ],
 )
 def test_impossible_limits_are_refused(limit: dict[str, Any]) -> None:
