@@ -128,6 +128,8 @@ class ExecutorConfig:
             FAILED; the window stands still while nothing is served.
         backoff_reset_s: service of this length ends a row of failures.
         backoff_initial_s, backoff_max_s: pause before the second and later rebuilds in a row, doubling, with jitter.
+        avoid_after, avoid_s: a node where so many workers have died within ``avoid_s`` is avoided for as long, if there
+            is room elsewhere; 0 avoids none. Needs Ray's label selectors and a placement group of our own.
         start_attempts: attempts to start before ``StartupError``.
         status_port: TCP port of the operator's endpoint (see docs/operations.md), which only shows; 0 takes any free
             one, None opens none.
@@ -184,6 +186,8 @@ class ExecutorConfig:
     backoff_initial_s: float = 0.5
     backoff_max_s: float = 30.0
     backoff_reset_s: float = 10.0
+    avoid_after: int = 3
+    avoid_s: float = 600.0
     start_attempts: int = 3
     status_port: int | None = None
     status_host: str = "127.0.0.1"
@@ -206,6 +210,7 @@ class ExecutorConfig:
         ):
             self._check_int(name, at_least=1)
         self._check_int("max_restarts", at_least=0)
+        self._check_int("avoid_after", at_least=0)
         if self.status_port is not None:
             self._check_int("status_port", at_least=0)
             if self.status_port > 65535:

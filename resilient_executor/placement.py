@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,9 +89,14 @@ def with_current_group(config: ExecutorConfig) -> ExecutorConfig:
     return config if current is None else dataclasses.replace(config, placement_group=current)
 
 
-def reserve(config: ExecutorConfig, *, label: str) -> Reservation:
+def reserve(config: ExecutorConfig, *, label: str, avoid: Collection[str] = ()) -> Reservation:
     """Ask for bundles; :func:`wait_ready` waits for them. Two calls, so that the bundles of a dead epoch can be
     released between them: the new ones take their place as soon as they are free.
+
+    Args:
+        config: how many, of what, and how they are spread.
+        label: the placement group's name.
+        avoid: ids of nodes that must not be used; see :func:`has_room_without`.
 
     Raises:
         ConfigError: the user's placement group cannot hold the workers.
@@ -98,8 +104,28 @@ def reserve(config: ExecutorConfig, *, label: str) -> Reservation:
     if config.placement_group is not None:
         return Reservation(config.placement_group, _choose_bundles(config, config.placement_group), owned=False)
     bundles = [bundle_of(config)] * config.world_size
-    group = placement_group(bundles, strategy=config.placement_strategy, name=label)
+    options: dict[str, Any] = {}
+    if avoid:
+        elsewhere = {"ray.io/node-id": f"!in({', '.join(sorted(avoid))})"}
+        options["bundle_label_selector"] = [elsewhere] * config.world_size
+    group = placement_group(bundles, strategy=config.placement_strategy, name=label, **options)
     return Reservation(group, config.bundle_indices or tuple(range(config.world_size)), owned=True)
+
+
+def has_room_without(config: ExecutorConfig, avoid: Collection[str]) -> bool:
+    """Whether the other nodes that are alive could hold the workers, if nothing else used them."""
+    if (
+        config.placement_group is not None
+        or "bundle_label_selector" not in inspect.signature(placement_group).parameters
+    ):
+        return False
+    needed = config.devices_per_worker
+    room = sum(
+        int(node["Resources"].get(config.device_key, 0.0) / needed)
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in avoid
+    )
+    return room >= config.world_size
 
 
 def wait_ready(reservation: Reservation, config: ExecutorConfig, stopping: threading.Event) -> None:

@@ -27,6 +27,7 @@ from resilient_executor.errors import (
     DependencyError,
     ExecutorFailed,
     ExecutorStopped,
+    PlacementError,
     ResilientExecutorError,
     StartupError,
     TopologyError,
@@ -36,9 +37,10 @@ from resilient_executor.graph import StepGraph
 from resilient_executor.journal import Journal
 from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
 from resilient_executor.pipeline import Judge, StepPipeline
-from resilient_executor.placement import Reservation, reserve, wait_ready
+from resilient_executor.placement import Reservation, has_room_without, reserve, wait_ready
 from resilient_executor.protocol import Phase, StepKind
 from resilient_executor.supervisor.actor import Member
+from resilient_executor.supervisor.avoidance import Avoidance, Death
 from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.incidents import Cause, CauseKind, Evidence, Incident, RankExit, first_cause
 from resilient_executor.supervisor.policy import BudgetSnapshot, RestartBudget
@@ -86,6 +88,7 @@ class Recovery:
             backoff_max_s=config.backoff_max_s,
             quiet_s=config.backoff_reset_s,
         )
+        self._avoidance = Avoidance(after=config.avoid_after, avoid_s=config.avoid_s)
         self.stopping = threading.Event()
         self._reservations: list[Reservation] = []
         #: Phases of the first start -> seconds.
@@ -146,7 +149,8 @@ class Recovery:
             decision = self._budget.decide(time.monotonic())
             try:
                 self.bury(old, incident)
-                logger.warning("%s; epoch %d, %s", incident.headline(), old.epoch, decision.reason)
+                where = self._note_place(old, incident)
+                logger.warning("%s; epoch %d, %s%s", incident.headline(), old.epoch, decision.reason, where)
                 if decision.action == "give_up":
                     return self._give_up(incident, decision.reason)
                 self._pause(decision.pause_s)
@@ -167,6 +171,20 @@ class Recovery:
                 if decision.action == "give_up":
                     return self._give_up(incident, f"{decision.reason}; {error}")
         return False
+
+    def _note_place(self, old: Generation, incident: Incident) -> str:
+        """Remember where this was; returns what to add to the line about it."""
+        cause, infos = incident.cause, old.group.infos if old.group is not None else []
+        if cause is None or cause.rank is None or cause.rank >= len(infos) or old.epoch != incident.epoch:
+            return ""
+        info = infos[cause.rank]
+        devices = ",".join(info.device_ids)
+        line = self._avoidance.died(Death(time.monotonic(), cause.rank, info.process.node_id, info.node_ip, devices))
+        return f"; {line}" if line else ""
+
+    def _nodes_to_avoid(self) -> frozenset[str]:
+        avoid = self._avoidance.avoided(time.monotonic())
+        return avoid if avoid and has_room_without(self._config, avoid) else frozenset()
 
     def _give_up(self, incident: Incident, reason: str) -> bool:
         incident.resolve("failed", time.time())
@@ -264,10 +282,15 @@ class Recovery:
             # Asked for before the old ones are given back: where there is room for both, nobody waits; where there is
             # not, the new ones are first in the queue.
             # Ray wants names of groups to be unique; several executors of one cluster may have the same one.
-            reservation = reserve(config, label=f"{config.name}-epoch-{new.epoch}-{secrets.token_hex(4)}")
+            label = f"{config.name}-epoch-{new.epoch}-{secrets.token_hex(4)}"
+            reservation = reserve(config, label=label, avoid=self._nodes_to_avoid())
             self.release()
             self._reservations.append(reservation)
-            wait_ready(reservation, config, self.stopping)
+            try:
+                wait_ready(reservation, config, self.stopping)
+            except PlacementError:
+                self._avoidance.forgive()  # better there than nowhere
+                raise
         group = new.group = WorkerGroup(new.epoch, config, stopping=self.stopping)
         with self._phase("spawn", incident):
             group.spawn(reservation)

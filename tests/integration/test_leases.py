@@ -51,7 +51,7 @@ def out_of_reach() -> OutOfReach:
             patch.setattr(Reservation, "release", lambda reservation: None)
             yield
         for group in leaks.placement_groups():
-            if f"{executor._config.name}-epoch-1 " in group:
+            if f"{executor._config.name}-epoch-1-" in group:
                 ray.util.remove_placement_group(ray.util.get_placement_group(group.split()[1]))
 
     return cut
