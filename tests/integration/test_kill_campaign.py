@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import ray
 
 from resilient_executor import Event, ExecutorConfig, ExecutorState, ResilientExecutor, WorkerSpec
 from resilient_executor.reference import WORKER, ReferenceEngine, SamplingParams
@@ -43,6 +44,7 @@ class Assassin:
         self._moment = ""
         self._lock = threading.Lock()
         self.delivered: list[tuple[str, int]] = []
+        self.supervisors = 0
         executor.add_listener(self.on_event)
 
     @property
@@ -50,7 +52,9 @@ class Assassin:
         return len(self.delivered) >= self._wanted
 
     def strike(self, moment: str) -> None:
-        """Kill one rank, one time in four two at once; choose the moment of the next kill."""
+        """Kill one rank, one time in four two at once, and one time in four the supervisor with them."""
+        if self._rng.random() < 0.25:
+            self.kill_supervisor()
         workers = self._executor.workers
         for worker in self._rng.sample(workers, min(len(workers), self._rng.choice((1, 1, 1, 2)))):
             try:
@@ -58,6 +62,14 @@ class Assassin:
             except ProcessLookupError:
                 continue
             self.delivered.append((moment, worker.process.pid))
+
+    def kill_supervisor(self) -> None:
+        assert self._executor._supervision is not None
+        for handle in self._executor._supervision.actor_processes()[:1]:
+            row = ray._private.state.actors(handle._actor_id.hex())
+            if row.get("Pid") and row.get("State") == "ALIVE":
+                os.kill(row["Pid"], signal.SIGKILL)
+                self.supervisors += 1
 
     def on_event(self, event: Event) -> None:
         """In a phase of the rebuild: strike a little later, in another thread."""
@@ -142,7 +154,8 @@ def test_no_kill_at_any_moment_loses_repeats_or_changes_a_token(executor: Resili
         assert incident.cause.signal == signal.SIGKILL, incident.headline()
     growth_mb = (process.memory_info().rss - memory_before) / (1 << 20)
     print(
-        f"{len(assassin.delivered)} kills in {executor.epoch} epochs, {len(incidents)} incidents, {rounds} rounds, "
+        f"{len(assassin.delivered)} kills and {assassin.supervisors} of the supervisor in {executor.epoch} epochs, "
+        f"{len(incidents)} incidents, {rounds} rounds, "
         f"driver +{growth_mb:.1f} MB; moments {dict(Counter(moment for moment, _ in assassin.delivered))}"
     )
     assert growth_mb < 20 + 1.0 * executor.epoch, "the driver's memory is not flat"

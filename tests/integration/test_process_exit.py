@@ -165,6 +165,13 @@ class TestJoined:
         code, stderr = script.end(seconds=20)
         assert (code, stderr) == (0, "")
 
+    def test_one_that_is_killed_leaves_no_orphan(self, run: Run, ray_cluster: str) -> None:
+        """Workers, supervisor and agent end with it, although their Ray goes on."""
+        script = run("serve", ray_cluster)
+        script.until_said("serving")
+        script.process.kill()
+        assert script.end(5)[0] == -signal.SIGKILL
+
     def test_a_script_that_fails_shows_its_own_error(self, run: Run, ray_cluster: str) -> None:
         code, stderr = run("error", ray_cluster).end(seconds=60)
         assert code == 1
