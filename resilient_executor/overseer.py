@@ -21,7 +21,7 @@ from resilient_executor.protocol import Progress
 from resilient_executor.recovery import Recovery
 from resilient_executor.supervisor.actor import Examination, Finding
 from resilient_executor.supervisor.client import Supervision, SupervisorUnreachable
-from resilient_executor.supervisor.incidents import CauseKind, Evidence, RankExit
+from resilient_executor.supervisor.incidents import SUPERVISOR, CauseKind, Evidence, RankExit
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Overseer:
         own_exit = None
         if finding.rank is not None and finding.exit is not None:
             own_exit = RankExit(finding.rank, finding.exit)
-        evidence = Evidence(finding.at, "supervisor", finding.rank, finding.text, finding.kind)
+        evidence = Evidence(finding.at, SUPERVISOR, finding.rank, finding.text, finding.kind)
         self.condemn(generation, evidence, own_exit)
         if finding.report is not None and generation.group is not None and self._supervision is not None:
             # Whoever waits for it, a compilation for instance, must not wait until somebody fences it.

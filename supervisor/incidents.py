@@ -23,6 +23,9 @@ MAX_TEXT: Final = 300
 #: their processes at intervals, and the clocks of two nodes differ.
 SAME_MOMENT_S: Final = 0.25
 
+#: The source of evidence that the supervisor has found itself.
+SUPERVISOR: Final = "supervisor"
+
 Outcome = Literal["open", "recovered", "failed"]
 
 
@@ -232,8 +235,8 @@ def first_cause(
     """Draw the first cause from what is known so far; call it again when more is known.
 
     The rules: an exit that the executor caused itself counts for nothing. Among what can start an incident (an exit, a
-    lost node, a freeze, a failed start) the earliest wins. Broken collectives, graph errors and stalls are symptoms,
-    and count only where there is nothing else.
+    lost node, a freeze, a failed start, a stall that the supervisor found) the earliest wins. Broken collectives, graph
+    errors and peers that do not come back into step are symptoms, and count only where there is nothing else.
 
     Args:
         exits: ends of processes, in any order.
@@ -245,7 +248,7 @@ def first_cause(
     ended = [one for one in exits if not one.expected]
     known, activity = workers or {}, doing or {}
 
-    roots = [piece for piece in observed if piece.kind in _ROOTS]
+    roots = [piece for piece in observed if piece.kind in _ROOTS or _is_conviction(piece)]
     roots, ended = _same_event_once(roots, ended, known)
     exit_ = _first_exit(ended)
     root = roots[0] if roots else None
@@ -258,6 +261,11 @@ def first_cause(
             if piece.kind is kind:
                 return _cause_of_evidence(piece, known, activity)
     return Cause(CauseKind.UNKNOWN)
+
+
+def _is_conviction(piece: Evidence) -> bool:
+    """A stall that the supervisor has found: its report came first, and whatever died then died of it."""
+    return piece.kind is CauseKind.STALLED and piece.source == SUPERVISOR
 
 
 def signal_name(number: int) -> str:

@@ -15,6 +15,7 @@ from resilient_executor.protocol import ExitStatus, ProcessIdentity, WorkerInfo
 from resilient_executor.supervisor.incidents import (
     MAX_EVIDENCE,
     MAX_TEXT,
+    SUPERVISOR,
     Cause,
     CauseKind,
     Evidence,
@@ -53,6 +54,14 @@ def test_a_death_wins_over_the_broken_collective_that_was_seen_before_it() -> No
     stalled = seen(4.2, 0, CauseKind.STALLED)
     cause = first_cause([killed(2, 5.0)], [broken, graph, stalled])
     assert (cause.kind, cause.rank) == (CauseKind.PROCESS_EXIT, 2)
+
+
+def test_who_is_killed_for_a_stall_has_died_of_it() -> None:
+    """The supervisor kills whoever hangs, and the news of that death may come before the incident is closed."""
+    conviction = Evidence(4.0, SUPERVISOR, 1, "step 7 is 9 s old", CauseKind.STALLED)
+    cause = first_cause([killed(1, 4.2)], [conviction, seen(4.3, 1, CauseKind.PROCESS_EXIT)])
+    assert (cause.kind, cause.rank, cause.text) == (CauseKind.STALLED, 1, "step 7 is 9 s old")
+    assert first_cause([killed(2, 3.9)], [conviction]).kind is CauseKind.PROCESS_EXIT
 
 
 def test_the_earliest_of_several_deaths_wins_and_an_abort_in_the_same_moment_is_a_symptom() -> None:
