@@ -149,9 +149,9 @@ class Watch:
         before = self._vitals.get(rank)
         self._vitals[rank] = vitals
         used = 0 if before is None else vitals.cpu_ticks - before.cpu_ticks
-        # While it starts it may wait for its disk with the lock held, for as long as its phase may take.
-        starting = self._phase(rank) is not Phase.SERVING and vitals.state not in _STOPPED
-        if vitals.runnable or used >= _RAN_TICKS or starting:
+        # In a start or a call it may wait for its disk with the lock held, for as long as that may take.
+        may_wait = self._may_wait(rank) and vitals.state not in _STOPPED
+        if vitals.runnable or used >= _RAN_TICKS or may_wait:
             self._liveness[rank].ran(now)
             self._runs.add(rank)
         else:
@@ -175,9 +175,9 @@ class Watch:
             convictions.append(Conviction(CauseKind.STALLED, stall.ranks, stall.text))
         return convictions, suspects
 
-    def _phase(self, rank: int) -> Phase:
+    def _may_wait(self, rank: int) -> bool:
         progress = self.progress.get(rank)
-        return progress.phase if progress is not None else Phase.STARTING
+        return progress is None or progress.phase is not Phase.SERVING or bool(progress.rpc_in_hand)
 
     def _is_proven(self, rank: int, now: float) -> bool:
         """Whether the node's agent has looked and not seen it run; where it does not answer either, twice the time."""
