@@ -27,7 +27,7 @@ from resilient_executor.supervisor.stalls import tidy_stacks
 logger = logging.getLogger(__name__)
 
 #: Between two looks at the lease, in seconds.
-_LEASE_LOOK_S = 0.25
+_LEASE_LOOK_S = 0.5
 #: A worker that can end itself has so many seconds more to do it before its agent does.
 _PATIENCE_S = 2.0
 #: For a process to write its stacks, in seconds.

@@ -22,6 +22,8 @@ _WORK: Final = re.compile(r" in (run_step|run_rpc|init_worker|init_device|load_m
 _WATCHMEN: Final = re.compile(r" in (sentinel|heartbeat|_keep_lease)$", re.MULTILINE)
 #: Innermost frames of a thread that waits for its peers.
 _COLLECTIVE: Final = re.compile(r'File "[^"]*(?:torch/distributed|/nccl|/mpi)[^"]*", line \d+ in (\w+)')
+#: A heartbeat that is older, in seconds, is missing.
+_FRESH_S: Final = 2.0
 #: So many frames of a stack are looked at for that, from the innermost.
 _INNERMOST: Final = 6
 
@@ -50,12 +52,14 @@ class RankReport:
         progress = self.progress
         if progress is None:
             return "has not said anything"
+        # Until the next heartbeat is late, what it said last is the best that is known of now.
+        since_s = self.silence_s if self.silence_s > _FRESH_S else 0.0
         if progress.rpc_in_hand:
             return f"in call {progress.rpc_in_hand}"
         if progress.step_in_hand >= 0:
-            return f"in step {progress.step_in_hand} for {progress.step_age_s + self.silence_s:.1f} s"
+            return f"in step {progress.step_in_hand} for {progress.step_age_s + since_s:.1f} s"
         if progress.phase is not Phase.SERVING:
-            return f"{progress.phase.value} for {progress.phase_age_s + self.silence_s:.1f} s"
+            return f"{progress.phase.value} for {progress.phase_age_s + since_s:.1f} s"
         return f"idle after step {progress.last_step}"
 
     @property

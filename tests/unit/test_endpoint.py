@@ -161,7 +161,7 @@ class TestCommand:
         code, out, _ = self.run(capsys, "status", "--url", url)
         assert code == 0
         assert "probe is HEALTHY: epoch 2, restarts 1 of 10, driver 4242" in out
-        assert "in step 17 for 1.2 s" in out
+        assert "in step 17 for 0.2 s" in out
         assert "was killed by SIGKILL" in out
         server.be("RECOVERING")
         monkeypatch.setenv("RESILIENT_EXECUTOR_STATUS_PORT", str(server.port))

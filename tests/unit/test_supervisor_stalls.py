@@ -49,7 +49,7 @@ def test_the_rank_that_is_not_in_the_collective_is_the_culprit() -> None:
     lines = it.lines()
     assert lines[0] == "epoch 3: step 10 is 9.0 s old"
     assert lines[1].startswith(
-        "rank 0 (pid 100, node 10.0.0.1): in step 10 for 9.5 s, in the collective all_reduce, waits for rank 1"
+        "rank 0 (pid 100, node 10.0.0.1): in step 10 for 9.0 s, in the collective all_reduce, waits for rank 1"
     )
     assert any(line.startswith("rank 1") and "all others wait for it" in line for line in lines)
     assert any("idle after step 9, waits for rank 1" in line for line in lines)
