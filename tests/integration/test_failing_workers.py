@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -54,6 +55,22 @@ def test_a_replacement_that_fails_once_is_tried_again(make_executor: ExecutorFac
     assert (incident.cause.rank, incident.cause.signal) == (1, signal.SIGKILL)
     assert incident.epochs_tried[0] == 2
     assert incident.epochs_tried[-1] == executor.epoch >= 3
+
+
+def test_a_start_that_hangs_is_given_up_after_its_phase_s_limit(
+    make_executor: ExecutorFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long before ``start_timeout_s``, and the second attempt comes up. A load that takes its time is left alone."""
+    flag = tmp_path / "slow"
+    flag.touch()
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "loading_timeout_s": 8.0}
+    threading.Timer(12.0, flag.unlink).start()
+    began = time.monotonic()
+    executor = make_executor({"slow_while": str(flag), "start_s": 4.0}, **settings)
+    assert time.monotonic() - began < 55.0
+    assert executor.epoch > 1
+    assert "(limit 8 s, loading_timeout_s)" in caplog.text
+    assert run_step(executor, "after")["scheduler"] == "after"
 
 
 def test_an_executor_that_never_starts_says_why(make_executor: ExecutorFactory, tmp_path: Path) -> None:
