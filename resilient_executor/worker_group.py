@@ -186,7 +186,9 @@ class WorkerGroup:
                 raise WorkerStartError(message, rank=cause.rank, phase=phase) from cause.original()
             raise WorkerStartError(f"{phase}: {first_line(error)}", phase=phase) from error
         except RayError as error:
-            raise WorkerStartError(f"{phase}: {first_line(error)}", phase=phase) from error
+            # Whoever was given up is killed at once; then the reason is worth more than the death.
+            why = f"{self.abandoned}; " if self.abandoned else ""
+            raise WorkerStartError(f"{phase}: {why}{first_line(error)}", phase=phase) from error
 
     # -- collective RPC ---------------------------------------------------------------------------------------------
 
