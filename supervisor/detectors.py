@@ -2,7 +2,8 @@
 
 Suspicion accrues (after Hayashibara et al., "The phi accrual failure detector"): phi is minus the decimal logarithm of
 the probability that a healthy worker with this history is silent for so long. A worker whose beats are steady is
-convicted at the earliest moment that is allowed, one whose beats are irregular later, and nobody later than the limit.
+convicted at the earliest moment that is allowed, one whose beats are irregular later: at the limit, or where even that
+is no rare silence for it, on a machine that is overloaded, at twice the limit.
 Three things keep the innocent out of it:
 
 * a single lost heartbeat changes nothing;
@@ -29,6 +30,8 @@ DEAD_INTERVALS: Final = 3.0
 SUSPECT_PHI: Final = 3.0
 #: Convicted from this phi on, between the earliest moment and the limit.
 DEAD_PHI: Final = 12.0
+#: At so many times the limit no history is an excuse any more.
+IN_ANY_CASE: Final = 2.0
 #: Gaps between beats that are remembered; at two a second, the last minute.
 HISTORY: Final = 120
 #: The standard deviation is never taken for smaller than this part of an interval: a short history looks too regular.
@@ -70,7 +73,7 @@ class Detector(Protocol):
     def tick(self, now: float) -> bool:
         """The loop passes at ``now``; returns whether it came late."""
 
-    def evaluate(self, now: float) -> Verdict:
+    def evaluate(self, now: float, stopped: bool = False) -> Verdict:
         """Judge the worker at ``now``."""
 
     def silence_s(self, now: float) -> float:
@@ -106,7 +109,7 @@ class LivenessDetector:
 
     Args:
         interval_s: between two heartbeats, and between two passes of the loop.
-        timeout_s: silence after which the worker is dead in any case.
+        timeout_s: silence after which the worker is dead if that is suspicious; after twice as much it is in any case.
         now: when the worker is first expected to live. The first heartbeat is due within the same limits.
         earliest_s: silence before which it is never convicted; None takes ``timeout_s``, so that only that counts.
 
@@ -157,13 +160,19 @@ class LivenessDetector:
         self._started_anew = True
         return True
 
-    def evaluate(self, now: float) -> Verdict:
-        """Judge the worker at ``now``; this is a pass of the loop too."""
+    def evaluate(self, now: float, stopped: bool = False) -> Verdict:
+        """Judge the worker at ``now``; this is a pass of the loop too.
+
+        Args:
+            now: seconds of the same clock.
+            stopped: its node knows that its process is stopped: no history excuses that.
+        """
         self.tick(now)
         still_s = max(0.0, now - self._still_since)
         if still_s >= self._earliest_s:
             phi = self._history.phi(still_s)
-            if still_s >= self._dead_s or phi >= DEAD_PHI:
+            proven = stopped or phi >= SUSPECT_PHI or still_s >= IN_ANY_CASE * self._dead_s
+            if phi >= DEAD_PHI or (still_s >= self._dead_s and proven):
                 return Verdict(
                     Liveness.DEAD, f"no heartbeat for {still_s:.1f} s (limit {self._dead_s:g} s, suspicion {phi:.0f})"
                 )

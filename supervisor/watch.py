@@ -161,7 +161,8 @@ class Watch:
         """A pass of the loop: fresh convictions, and the ranks whose processes should be looked at."""
         convictions, suspects = [], []
         for rank, detector in self._liveness.items():
-            verdict = detector.evaluate(now)
+            seen = self._vitals.get(rank)
+            verdict = detector.evaluate(now, stopped=seen is not None and seen.state in _STOPPED)
             if verdict.state is Liveness.DEAD and rank not in self._frozen and self._is_proven(rank, now):
                 self._frozen.add(rank)
                 convictions.append(Conviction(CauseKind.FROZEN, (rank,), verdict.reason))
