@@ -291,7 +291,8 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         """End everything; may be called at any time, more than once."""
         core = getattr(self, "_core", None)
         if core is not None:
-            core.shutdown()
+            with self._interrupts.held_off():
+                core.shutdown()
             self._interrupts.close()
 
     @property
