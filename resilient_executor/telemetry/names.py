@@ -202,3 +202,11 @@ METRICS: Final = {
 #: Explicit bounds where the SDK's, made for milliseconds, would put everything into one bucket. Seconds.
 SECONDS_SHORT: Final = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
 SECONDS_LONG: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 900, 3600)
+
+
+def kind_of_span(name: str) -> str:
+    """The row of :data:`SPANS` that a span's name belongs to."""
+    for prefix, row in ((RPC_PREFIX, RPC_SPAN), (PHASE_PREFIX, PHASE_SPAN), (WORKER_PREFIX, WORKER_SPAN)):
+        if name.startswith(prefix):
+            return row
+    return name

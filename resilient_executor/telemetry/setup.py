@@ -153,6 +153,8 @@ def _exporters(signal: str, environ: Mapping[str, str]) -> list[Any]:
 
 
 def _readers(environ: Mapping[str, str]) -> list[Any]:
+    if not _named("metrics", environ):
+        return []
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     readers: list[Any] = [PeriodicExportingMetricReader(exporter) for exporter in _exporters("metrics", environ)]
