@@ -19,7 +19,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format campaign bench clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
+.PHONY: help venv demo test lint format campaign bench bench-telemetry clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ campaign: venv  ## A hundred SIGKILLs at random moments (KILLS=100 SEED=...)
 bench: venv  ## Measure; results go to build/bench.json (BENCH_ARGS=...)
 	@mkdir -p build
 	$(BIN)/python -m resilient_executor.reference.bench --json build/bench.json $(BENCH_ARGS)
+
+bench-telemetry: venv  ## Measure what telemetry costs; results go to build/bench-telemetry.json (BENCH_ARGS=...)
+	@mkdir -p build
+	$(BIN)/python -m resilient_executor.reference.bench_telemetry --json build/bench-telemetry.json $(BENCH_ARGS)
 
 # The CPU build pulls torchvision, torchaudio and torchcodec of another torch, which vLLM runs better without.
 $(VLLM_STAMP): pyproject.toml
