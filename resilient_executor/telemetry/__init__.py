@@ -55,7 +55,7 @@ def start(config: ExecutorConfig) -> Telemetry | None:
 
 def starting(telemetry: Telemetry | None, epoch: Callable[[], int]) -> AbstractContextManager[None]:
     """A span around the start, where there is telemetry; ``epoch`` is asked at its end."""
-    return telemetry.operation(f"{SCOPE}.start", epoch) if telemetry is not None else nullcontext()
+    return telemetry.operation("executor.start", epoch) if telemetry is not None else nullcontext()
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def ending(telemetry: Telemetry | None, epoch: Callable[[], int]) -> Iterator[No
         yield
         return
     try:
-        with telemetry.operation(f"{SCOPE}.shutdown", epoch):
+        with telemetry.operation("executor.shutdown", epoch):
             yield
     finally:
         telemetry.close(LAST_SPANS_S)

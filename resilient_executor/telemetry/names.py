@@ -82,21 +82,24 @@ ATTRIBUTES: Final = {
 
 # -- spans ------------------------------------------------------------------------------------------------------------
 
-STEP_SPAN: Final = _P + "step"
-RANK_SPAN: Final = _P + "step.rank"
+#: Span names are short: trees in a backend have narrow columns, and the scope says whose they are.
+_N: Final = "executor."
+STEP_SPAN: Final = _N + "step"
+RANK_PREFIX: Final = _N + "step.rank "
+RANK_SPAN: Final = RANK_PREFIX + "*"
 RPC_PREFIX: Final = _P + "Worker/"
 RPC_SPAN: Final = RPC_PREFIX + "*"
-ATTEMPT_SPAN: Final = _P + "rpc.attempt"
-START_SPAN: Final = _P + "start"
-SHUTDOWN_SPAN: Final = _P + "shutdown"
-INCIDENT_SPAN: Final = _P + "incident"
-DETECTION_SPAN: Final = _P + "incident.detection"
-SUSPECT_SPAN: Final = _P + "incident.suspect"
-READMISSION_SPAN: Final = _P + "incident.readmission"
-FIRST_STEP_SPAN: Final = _P + "incident.first_step"
-PHASE_PREFIX: Final = _P + "phase."
+ATTEMPT_SPAN: Final = _N + "rpc.attempt"
+START_SPAN: Final = _N + "start"
+SHUTDOWN_SPAN: Final = _N + "shutdown"
+INCIDENT_SPAN: Final = _N + "incident"
+DETECTION_SPAN: Final = _N + "incident.detection"
+SUSPECT_SPAN: Final = _N + "incident.suspect"
+READMISSION_SPAN: Final = _N + "incident.readmission"
+FIRST_STEP_SPAN: Final = _N + "incident.first_step"
+PHASE_PREFIX: Final = _N + "phase."
 PHASE_SPAN: Final = PHASE_PREFIX + "*"
-WORKER_PREFIX: Final = _P + "worker."
+WORKER_PREFIX: Final = _N + "worker."
 WORKER_SPAN: Final = WORKER_PREFIX + "*"
 EVIDENCE_EVENT: Final = _P + "evidence"
 
@@ -206,7 +209,7 @@ SECONDS_LONG: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 3
 
 def kind_of_span(name: str) -> str:
     """The row of :data:`SPANS` that a span's name belongs to."""
-    for prefix, row in ((RPC_PREFIX, RPC_SPAN), (PHASE_PREFIX, PHASE_SPAN), (WORKER_PREFIX, WORKER_SPAN)):
-        if name.startswith(prefix):
+    for row in (RANK_SPAN, RPC_SPAN, PHASE_SPAN, WORKER_SPAN):
+        if name.startswith(row.removesuffix("*")):
             return row
     return name

@@ -141,7 +141,7 @@ def _draft_rank(
         names.RANK: rank,
         names.STAGE: rank // tp,
     }
-    draft = Draft(names.RANK_SPAN, step.ids.child(), step.ids.context(), trace.sent_ns, trace.ended_ns)
+    draft = Draft(f"{names.RANK_PREFIX}{rank}", step.ids.child(), step.ids.context(), trace.sent_ns, trace.ended_ns)
     draft.attributes = attributes
     timing = timings.get(rank)
     if timing is None:
