@@ -183,8 +183,8 @@ RPC_DURATION: Final = "rpc.client.call.duration"
 DROPPED: Final = _P + "telemetry.dropped"
 
 METRICS: Final = {
-    STATE_METRIC: MetricRow("gauge", "1", "1 for the state that the executor is in, 0 for the others", (STATE,)),
-    EPOCH_METRIC: MetricRow("gauge", "1", "the newest generation of workers", ()),
+    STATE_METRIC: MetricRow("gauge", "{state}", "1 for the state that the executor is in, 0 for the others", (STATE,)),
+    EPOCH_METRIC: MetricRow("gauge", "{epoch}", "the newest generation of workers", ()),
     HEARTBEAT: MetricRow("histogram", "s", "round trip of a heartbeat", (RANK,)),
     SILENCE: MetricRow("gauge", "s", "how long a worker has been silent", (RANK,)),
     STEP_DURATION: MetricRow("histogram", "s", "a step, from the engine's call to its result", (OUTCOME,)),
