@@ -77,7 +77,7 @@ ATTRIBUTES: Final = {
     PID: "process id of the worker on its node",
     ERROR: "class of the exception, signal, or kind of the cause; only on failure",
     RPC_SYSTEM: "`ray`",
-    RPC_METHOD: "`resilient_executor.Worker/` and the name of the method; of a callable, its own name",
+    RPC_METHOD: "`executor.Worker/` and the name of the method; of a callable, its own name",
 }
 
 # -- spans ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ _N: Final = "executor."
 STEP_SPAN: Final = _N + "step"
 RANK_PREFIX: Final = _N + "step.rank "
 RANK_SPAN: Final = RANK_PREFIX + "*"
-RPC_PREFIX: Final = _P + "Worker/"
+RPC_PREFIX: Final = _N + "Worker/"
 RPC_SPAN: Final = RPC_PREFIX + "*"
 ATTEMPT_SPAN: Final = _N + "rpc.attempt"
 START_SPAN: Final = _N + "start"
