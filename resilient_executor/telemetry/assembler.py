@@ -13,6 +13,7 @@ from resilient_executor.measurements import StepFacts
 from resilient_executor.telemetry import calls, names
 from resilient_executor.telemetry.calls import CallTrace, draft_call
 from resilient_executor.telemetry.metrics import Metrics
+from resilient_executor.telemetry.requests import Requests
 from resilient_executor.telemetry.spans import Draft, Ids, SpanBuilder, Value
 from resilient_executor.telemetry.steps import StepTrace, draft_step
 
@@ -47,6 +48,7 @@ class Assembler:
         self._world = world
         self._describe_step = describe_step
         self._incident_ids = incident_ids
+        self._requests = Requests(executor)
         self._workers: dict[int, Identities] = {}
         self._causes: dict[int, Cause | None] = {}
         self._lost: list[tuple[float, int, StepTrace]] = []
@@ -120,6 +122,7 @@ class Assembler:
             cause=cause,
             identities=self.identities(trace.epoch),
         )
+        self._requests.served(drafts[0], time.monotonic())
         if incident is not None:
             drafts[0].links.append((incident, {names.LINK: "incident"}))
         for draft in drafts:
@@ -190,3 +193,5 @@ class Assembler:
         self._lost = [entry for entry in self._lost if now < entry[0]]
         for _, epoch, trace in due:
             self._lost_step(trace, epoch)
+        for draft in self._requests.ended(now):
+            self.emit(draft)

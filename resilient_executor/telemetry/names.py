@@ -19,6 +19,7 @@ STEP: Final = _P + "step.id"
 TOKENS: Final = _P + "step.tokens"
 REQUESTS: Final = _P + "step.requests"
 LINKS_DROPPED: Final = _P + "step.links_dropped"
+STEPS: Final = _P + "request.steps"
 QUEUED: Final = _P + "step.queued"
 OUTCOME: Final = _P + "outcome"
 RANK: Final = _P + "rank"
@@ -52,6 +53,7 @@ ATTRIBUTES: Final = {
     TOKENS: "tokens that the step runs",
     REQUESTS: "requests in the step's batch",
     LINKS_DROPPED: "requests that have a span of their own and got no link, because a span holds 128 links",
+    STEPS: "sampled steps that served the request; the first 126 of them are linked",
     QUEUED: "seconds from the call until the graph took the step",
     OUTCOME: "`ok`, `raised`, `lost` (its epoch died) or `not_sent` (it was planned for other workers); for a rank "
     "also `killed` (it was the first cause), `fenced` (ended by the rebuild) or `no_reply`",
@@ -87,6 +89,7 @@ _N: Final = "executor."
 STEP_SPAN: Final = _N + "step"
 RANK_PREFIX: Final = _N + "step.rank "
 RANK_SPAN: Final = RANK_PREFIX + "*"
+REQUEST_SPAN: Final = _N + "request"
 RPC_PREFIX: Final = _N + "Worker/"
 RPC_SPAN: Final = RPC_PREFIX + "*"
 ATTEMPT_SPAN: Final = _N + "rpc.attempt"
@@ -124,6 +127,11 @@ SPANS: Final = {
         STEP_SPAN,
         "one rank's part of it, from its input to the hand-over; of a rank that gave no answer, what is known of it",
         (EPOCH, STEP, RANK, STAGE, WAIT, COMPUTE, HAND_OVER, OUTCOME, PID, NODE),
+    ),
+    REQUEST_SPAN: SpanRow(
+        "the request's own span, from its `trace_headers`",
+        "the sampled steps that served one request, with links to them",
+        (STEPS,),
     ),
     RPC_SPAN: SpanRow(
         "the caller's span or none; for the rank, the call's span; in a rebuild, the phase `replay`",

@@ -129,6 +129,18 @@ def test_a_step_links_to_the_requests_in_it(story: Story) -> None:
         assert {(trace_id, span_id) for trace_id, span_id, _ in requests} == expected
 
 
+def test_from_a_request_one_gets_to_its_steps(story: Story) -> None:
+    spans = story.receiver.named(names.REQUEST_SPAN)
+    assert {(span.trace_id, span.parent_id) for span in spans} == {
+        (headers["traceparent"][3:35], headers["traceparent"][36:52]) for headers in REQUESTS
+    }
+    built = {(step.trace_id, step.span_id) for step in story.receiver.named(names.STEP_SPAN)}
+    for number in range(3):
+        parent = REQUESTS[number]["traceparent"][36:52]
+        linked = {link[:2] for span in spans if span.parent_id == parent for link in span.links}
+        assert linked == built
+
+
 def test_an_engines_own_spans_would_join_the_steps_trace(story: Story) -> None:
     """The context goes through the compiled graph, on every stage."""
     traces = {span.trace_id for span in steps(story, "ok")}
@@ -231,7 +243,7 @@ def test_start_and_shutdown_are_traces(story: Story) -> None:
 
 
 def test_no_span_is_an_orphan_and_none_has_what_the_tables_do_not_list(story: Story) -> None:
-    known = {span.span_id for span in story.receiver.spans}
+    known = {span.span_id for span in story.receiver.spans} | {h["traceparent"][36:52] for h in REQUESTS}
     assert [span.name for span in story.receiver.spans if span.parent_id and span.parent_id not in known] == []
     assert [key for key, count in Counter(s.span_id for s in story.receiver.spans).items() if count > 1] == []
     for span in story.receiver.spans:
