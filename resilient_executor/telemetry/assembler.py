@@ -14,7 +14,7 @@ from resilient_executor.telemetry import calls, names
 from resilient_executor.telemetry.calls import CallTrace, draft_call
 from resilient_executor.telemetry.metrics import Metrics
 from resilient_executor.telemetry.requests import Requests
-from resilient_executor.telemetry.spans import Draft, Ids, SpanBuilder, Value
+from resilient_executor.telemetry.spans import Draft, SpanBuilder, Value
 from resilient_executor.telemetry.steps import StepTrace, draft_step
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ class Assembler:
         executor: str,
         world: tuple[int, int],
         describe_step: Callable[[Any], StepFacts] | None,
-        incident_ids: Callable[[int], Ids],
+        incident_of: Callable[[int], SpanContext | None],
     ) -> None:
         self._spans = spans
         self._metrics = metrics
         self._executor = executor
         self._world = world
         self._describe_step = describe_step
-        self._incident_ids = incident_ids
+        self._incident_of = incident_of
         self._requests = Requests(executor)
         self._workers: dict[int, Identities] = {}
         self._causes: dict[int, Cause | None] = {}
@@ -94,10 +94,10 @@ class Assembler:
         return target
 
     def _lost_step(self, trace: StepTrace, epoch: int) -> None:
-        cause = self._causes.get(epoch)
-        if self._metrics is not None:
+        cause, incident = self._causes.get(epoch), self._incident_of(epoch)
+        if self._metrics is not None and incident is not None:
             self._metrics.add(names.LOST_STEPS, cause=cause.kind.value if cause is not None else "unknown")
-        self._finish_step(trace, cause, lost_in=self._incident_ids(epoch).context())
+        self._finish_step(trace, cause, lost_in=incident)
 
     def _finish_step(
         self,

@@ -53,14 +53,11 @@ class Operations:
         self._suspect_since_ns = 0
         self._incidents: dict[int, Ids] = {}
 
-    def incident_ids(self, epoch: int) -> Ids:
-        """The span of the incident that ends ``epoch``; known before there is one: lost steps link to it."""
+    def incident(self, epoch: int) -> SpanContext | None:
+        """The span of the incident that has ended ``epoch``, if one has: a shutdown loses steps, too."""
         with self._lock:
-            if epoch not in self._incidents:
-                self._incidents[epoch] = root_ids(True)
-                if len(self._incidents) > _REMEMBERED:
-                    del self._incidents[min(self._incidents)]
-            return self._incidents[epoch]
+            ids = self._incidents.get(epoch)
+            return ids.context() if ids is not None else None
 
     def context(self) -> bytes:
         """The ``traceparent`` of the phase that is going on, or of the operation, or empty."""
@@ -138,7 +135,9 @@ class Operations:
         self._finish_root("interrupted")
         detected_ns = min(int(incident.detected_at * 1e9), at_ns)
         start_ns = min(detected_ns, self._suspect_since_ns or detected_ns)
-        ids = self.incident_ids(incident.epoch)
+        ids = self._incidents[incident.epoch] = root_ids(True)
+        if len(self._incidents) > _REMEMBERED:
+            del self._incidents[min(self._incidents)]
         root = self._root = Draft(names.INCIDENT_SPAN, ids, None, start_ns)
         root.attributes = {
             names.EXECUTOR: self._executor,

@@ -70,7 +70,7 @@ class Telemetry:
             config.name,
             (config.tensor_parallel_size, config.pipeline_parallel_size),
             config.describe_step,
-            self._operations.incident_ids,
+            self._operations.incident,
         )
         self._thread = threading.Thread(target=self._run, name="resilient-executor-telemetry", daemon=True)
         self._thread.start()

@@ -19,9 +19,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
 
 from resilient_executor import ExecutorConfig, StepLost, WorkerSpec, measurements, protocol
+from resilient_executor.lifecycle import Event, ExecutorState
 from resilient_executor.measurements import StepFacts
-from resilient_executor.supervisor.incidents import Cause, CauseKind
-from resilient_executor.telemetry import LogContext, names, recorder
+from resilient_executor.supervisor.incidents import Cause, CauseKind, Incident
+from resilient_executor.telemetry import LogContext, logs, names, recorder
 from resilient_executor.telemetry.recorder import Telemetry
 from resilient_executor.telemetry.setup import Pipes, open_pipes
 from resilient_executor.telemetry.spans import SpanBuilder, parse, parse_traceparent
@@ -126,17 +127,22 @@ class TestSteps:
     def test_a_lost_step_waits_for_its_cause(self, bench: Bench) -> None:
         bench.step(3, StepLost(1, 3))
         assert bench.spans() == []
+        incident = Incident(1, epoch=1, detected_at=time.time())
+        bench.telemetry.on_event(Event("incident", time.time(), ExecutorState.RECOVERING, 1, incident=incident))
         bench.telemetry._cause_known(1, Cause(CauseKind.PROCESS_EXIT, rank=2, signal=9))
-        spans = {(span.attributes or {}).get(names.RANK, -1): span for span in bench.spans()}
+        steps = [span for span in bench.spans() if span.name.startswith(names.STEP_SPAN)]
+        spans = {(span.attributes or {}).get(names.RANK, -1): span for span in steps}
         killed = spans[2].attributes
         assert killed is not None
         assert (killed[names.OUTCOME], killed[names.ERROR]) == ("killed", "SIGKILL")
-        assert spans[-1].links[0].context == bench.telemetry._operations.incident_ids(1).context()
+        assert spans[-1].links[0].context == bench.telemetry._operations.incident(1)
 
-    def test_a_cause_that_never_comes_loses_no_span(self, bench: Bench) -> None:
+    def test_a_step_that_a_shutdown_has_cut_off_is_of_no_incident(self, bench: Bench) -> None:
         bench.step(3, StepLost(1, 3))
         bench.telemetry.close(5)
-        assert len(bench.exporter.get_finished_spans()) == 5
+        spans = bench.exporter.get_finished_spans()
+        assert len(spans) == 5
+        assert not any(span.links for span in spans)
 
     def test_what_describe_step_raises_harms_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         def broken(_: Any) -> StepFacts:
@@ -233,6 +239,7 @@ class TestBadBackends:
 
 
 def test_records_have_the_fields_even_without_a_trace() -> None:
+    logs.set_trace(b"")
     record = logging.LogRecord("x", logging.INFO, "f", 1, "m", None, None)
     assert LogContext().filter(record)
     assert (record.trace_id, record.span_id) == ("", "")  # type: ignore[attr-defined]
