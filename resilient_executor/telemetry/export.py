@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
@@ -49,13 +50,46 @@ class CountingExporter(SpanExporter):
         return bool(self._inner.force_flush(timeout_millis))
 
 
+class QuietMetricExporter(MetricExporter):
+    """Passes measurements on; a backend that is gone is one line in the log, and the next export brings them all."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner._preferred_temporality, inner._preferred_aggregation)
+        self._inner = inner
+        self._down = False
+        _hush()
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
+        """See the SDK. Never raises."""
+        try:
+            result: MetricExportResult = self._inner.export(metrics_data, timeout_millis, **kwargs)
+        except Exception:  # noqa: BLE001 - the backend's own affair, whatever it is
+            result = MetricExportResult.FAILURE
+        if result is MetricExportResult.FAILURE and not self._down:
+            logger.warning("the metrics backend does not answer; it is tried again and again")
+        self._down = result is MetricExportResult.FAILURE
+        return result
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        """See the SDK."""
+        return bool(self._inner.force_flush(timeout_millis))
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        """See the SDK."""
+        self._inner.shutdown(timeout_millis, **kwargs)
+
+
+def _hush() -> None:
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 class CountingProcessor(BatchSpanProcessor):
     """Drops spans when its queue is full, as the SDK's does; one can ask how many."""
 
     def __init__(self, exporter: SpanExporter, *, queue: int, batch: int, delay_ms: float) -> None:
         self._counting = CountingExporter(exporter)
-        for name in _NOISY:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _hush()
         super().__init__(
             self._counting, max_queue_size=queue, max_export_batch_size=batch, schedule_delay_millis=delay_ms
         )

@@ -108,7 +108,7 @@ def _open_metrics(pipes: Pipes, environ: Mapping[str, str]) -> None:
         if not isinstance(installed, metrics.NoOpMeterProvider):
             pipes.meter_provider = installed
         return
-    readers = _readers(environ)
+    readers = [*_readers(environ), *_serve_prometheus(pipes, environ)]
     if not readers:
         return
     from opentelemetry.sdk.metrics import MeterProvider
@@ -152,20 +152,43 @@ def _exporters(signal: str, environ: Mapping[str, str]) -> list[Any]:
     return found
 
 
+@dataclass
+class _Scraped:
+    """The page for Prometheus."""
+
+    server: Any
+
+    def shutdown(self) -> None:
+        """Stop serving it."""
+        self.server.shutdown()
+        self.server.server_close()
+
+
 def _readers(environ: Mapping[str, str]) -> list[Any]:
     if not _named("metrics", environ):
         return []
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    readers: list[Any] = [PeriodicExportingMetricReader(exporter) for exporter in _exporters("metrics", environ)]
-    if "prometheus" in _named("metrics", environ):
-        try:
-            import prometheus_client
-            from opentelemetry.exporter.prometheus import PrometheusMetricReader
-        except ImportError:
-            logger.warning("no metrics for Prometheus; pip install 'resilient-executor[prometheus]'")
-            return readers
-        port = int(environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464"))
-        prometheus_client.start_http_server(port, environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "localhost"))
-        readers.append(PrometheusMetricReader())
-    return readers
+    from resilient_executor.telemetry.export import QuietMetricExporter
+
+    return [PeriodicExportingMetricReader(QuietMetricExporter(exporter)) for exporter in _exporters("metrics", environ)]
+
+
+def _serve_prometheus(pipes: Pipes, environ: Mapping[str, str]) -> list[Any]:
+    if "prometheus" not in _named("metrics", environ):
+        return []
+    try:
+        import prometheus_client
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    except ImportError:
+        logger.warning("no metrics for Prometheus; pip install 'resilient-executor[prometheus]'")
+        return []
+    host = environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "localhost")
+    port = int(environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464"))
+    try:
+        server, _ = prometheus_client.start_http_server(port, host)
+    except OSError as error:
+        logger.warning("no metrics for Prometheus: port %d of %s: %s", port, host, error.strerror)
+        return []
+    pipes.own = (*pipes.own, _Scraped(server))
+    return [PrometheusMetricReader()]

@@ -7,6 +7,7 @@ with exactly these ids and times. That also makes it possible to keep an unsampl
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,13 +127,14 @@ class _Decided:
 class SpanBuilder:
     """Makes spans from drafts with an SDK's provider, ours or the application's.
 
-    ``sampler`` and ``id_generator`` are public attributes of the SDK's ``Tracer``; the tracer is this object's own.
+    ``sampler`` and ``id_generator`` are public attributes of the SDK's ``Tracer``. The provider hands out one tracer a
+    scope, to everybody who asks; so what is changed here is a copy.
     """
 
     def __init__(self, provider: Any) -> None:
         from resilient_executor import telemetry
 
-        self._tracer = provider.get_tracer(telemetry.SCOPE, telemetry.version())
+        self._tracer = copy.copy(provider.get_tracer(telemetry.SCOPE, telemetry.version()))
         self._sampler: Sampler = self._tracer.sampler
         self._preset = _Preset()
         self._tracer.id_generator = self._preset
@@ -141,7 +143,9 @@ class SpanBuilder:
     @staticmethod
     def fits(provider: Any) -> bool:
         """Whether spans with ids drawn beforehand can be made with this provider."""
-        tracer = provider.get_tracer(__name__)
+        from resilient_executor import telemetry
+
+        tracer = provider.get_tracer(telemetry.SCOPE, telemetry.version())
         return hasattr(tracer, "sampler") and hasattr(tracer, "id_generator")
 
     def sampled(self, name: str, ids: Ids, parent: SpanContext | None) -> bool:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -22,10 +23,10 @@ from resilient_executor import ExecutorConfig, StepLost, WorkerSpec, measurement
 from resilient_executor.lifecycle import Event, ExecutorState
 from resilient_executor.measurements import StepFacts
 from resilient_executor.supervisor.incidents import Cause, CauseKind, Incident
-from resilient_executor.telemetry import LogContext, logs, names, recorder
+from resilient_executor.telemetry import LogContext, logs, names, propagation, recorder
 from resilient_executor.telemetry.recorder import Telemetry
 from resilient_executor.telemetry.setup import Pipes, open_pipes
-from resilient_executor.telemetry.spans import SpanBuilder, parse, parse_traceparent
+from resilient_executor.telemetry.spans import SpanBuilder, parse, parse_traceparent, root_ids
 from resilient_executor.telemetry.steps import MAX_LINKS
 
 CONFIG = ExecutorConfig(worker=WorkerSpec("unused"), tensor_parallel_size=2, pipeline_parallel_size=2)
@@ -192,6 +193,37 @@ print("ok")
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout.strip() == "ok", done.stderr
 
+    def test_two_executors_share_a_provider_and_its_sampler(self) -> None:
+        provider = TracerProvider(sampler=ALWAYS_OFF)
+        first, second = SpanBuilder(provider), SpanBuilder(provider)
+        for builder in (first, second):
+            assert not builder.sampled(names.STEP_SPAN, root_ids(False), None)
+        assert first._preset is not second._preset
+        assert first._tracer.id_generator is first._preset
+
+    def test_prometheus_gets_a_page(self) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+            port = probe.getsockname()[1]
+        environ = {
+            "OTEL_METRICS_EXPORTER": "prometheus",
+            "OTEL_EXPORTER_PROMETHEUS_PORT": str(port),
+            "OTEL_EXPORTER_PROMETHEUS_HOST": "127.0.0.1",
+        }
+        pipes = open_pipes(environ)
+        assert pipes is not None
+        assert pipes.spans is None
+        telemetry = Telemetry(pipes, CONFIG)
+        run_step(telemetry, 0)
+        assert telemetry.flush()
+        assert open_pipes(environ) is None  # somebody has the port: a warning, and the engine serves
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        telemetry.close(5)
+        assert 'resilient_executor_state="STARTING"} 1.0' in text
+        assert "resilient_executor_worker_step_duration_seconds_count" in text
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
     def test_an_exporter_that_does_not_exist_is_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         assert open_pipes({"OTEL_TRACES_EXPORTER": "carrier-pigeon"}) is None
         assert "carrier-pigeon" in caplog.text
@@ -236,6 +268,20 @@ class TestBadBackends:
         for number in range(100):
             bench.step(number)
         assert 50 < bench.telemetry.dropped["work"] < 100
+
+
+def test_what_runs_in_a_worker_logs_its_trace() -> None:
+    def fields() -> tuple[str, str]:
+        record = logging.LogRecord("x", logging.INFO, "f", 1, "m", None, None)
+        LogContext().filter(record)
+        return record.trace_id, record.span_id  # type: ignore[attr-defined]
+
+    for flag in (0, 1):  # sampled, an engine's spans join it; else there are only the log's fields
+        token = propagation.attach(f"00-{5:032x}-{6:016x}-0{flag}".encode())
+        assert fields() == (f"{5:032x}", f"{6:016x}")
+        assert trace.get_current_span().get_span_context().is_valid == bool(flag)
+        propagation.detach(token)
+        assert fields() == ("", "")
 
 
 def test_records_have_the_fields_even_without_a_trace() -> None:
