@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -36,9 +35,9 @@ def decode_trail(trail: bytes) -> list[RankTiming]:
     return [RankTiming(*entry) for entry in _TIMING.iter_unpack(trail)]
 
 
-def encode_rpc_reply(began_ns: int, result: bytes) -> bytes:
+def encode_rpc_reply(began_ns: int, ended_ns: int, result: bytes) -> bytes:
     """Build the reply to a collective RPC, from the pickled result."""
-    return _RPC_REPLY.pack(began_ns, time.time_ns()) + result
+    return _RPC_REPLY.pack(began_ns, ended_ns) + result
 
 
 def rpc_reply_times(data: bytes) -> tuple[int, int]:

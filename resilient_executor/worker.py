@@ -179,7 +179,8 @@ class WorkerActor:
                     result = method(*args, **kwargs)
                 else:
                     result = pickle.loads(envelope.method)(self._engine_worker(), *args, **kwargs)
-                return measurements.encode_rpc_reply(began, protocol.dumps(result))
+                data = protocol.dumps(result)
+                return measurements.encode_rpc_reply(began, time.time_ns(), data)
             finally:
                 self._rpc_in_hand = ""
 

@@ -19,7 +19,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from resilient_executor.telemetry import names
 
+HERE: Final = Path(__file__).resolve().parent
 PROJECT: Final = "trace-demo"
 PHASES: Final = ("fence", "tear_down", "place", "spawn", "rank", "initialise", "load", "replay", "compile", "warm_up")
 #: Phoenix keeps microseconds.
@@ -197,23 +198,28 @@ class Judge:
         if not truth:
             self.complaints.append(complaint)
 
-    def judge(self) -> list[str]:
+    def judge(self, steps: int = 10, foreign: Container[str | None] = ()) -> list[str]:
+        """Look at everything: at least so many steps; parents of some spans may be ``foreign``, a client's."""
         known = {span.span_id for span in self.spans}
-        orphans = [span.name for span in self.spans if span.parent_id and span.parent_id not in known]
+        orphans = [
+            span.name
+            for span in self.spans
+            if span.parent_id and span.parent_id not in known and span.parent_id not in foreign
+        ]
         self.expect(not orphans, f"spans without their parents: {orphans}")
         for span in self.spans:
             for one in self.below(span):
                 inside = span.start - ROUNDING_S <= one.start <= one.end <= span.end + ROUNDING_S
                 self.expect(inside, f"{one.name} is not within {span.name} (trace {span.trace_id})")
-        self._steps()
+        self._steps(steps)
         self._incident()
         for name in (names.START_SPAN, names.SHUTDOWN_SPAN):
             self.expect(len(self.named(name)) == 1, f"{len(self.named(name))} spans {name}")
         return self.complaints
 
-    def _steps(self) -> None:
+    def _steps(self, least: int) -> None:
         steps = self.named(names.STEP_SPAN)
-        self.expect(len(steps) >= 10, f"only {len(steps)} steps were sampled")
+        self.expect(len(steps) >= least, f"only {len(steps)} steps were sampled")
         traces = {span.trace_id for span in steps}
         self.expect(len(traces) == len(steps), f"{len(steps)} steps are in {len(traces)} traces")
         for step in steps:
@@ -236,8 +242,40 @@ class Judge:
             self.expect(found == [*wanted, names.FIRST_STEP_SPAN], f"the incident's spans are {found}")
             for phase in self.below(incident):
                 if phase.name == names.PHASE_PREFIX + "load":
-                    loads = sorted(span.get(names.RANK) for span in self.below(phase))
+                    ours = [span for span in self.below(phase) if span.name == names.WORKER_PREFIX + "load_model"]
+                    loads = sorted(span.get(names.RANK) for span in ours)
                     self.expect(loads == list(range(self.ranks)), f"load_model ran on ranks {loads}")
+
+
+def run_vllm(backend: Phoenix, python: Path) -> list[str]:
+    """Three requests on a vLLM engine with its own tracing on, a worker killed under them; returns complaints."""
+    project = "trace-demo-vllm"
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+    environ |= {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_RESOURCE_ATTRIBUTES": f"openinference.project.name={project}",
+        "OTEL_BSP_SCHEDULE_DELAY": "500",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "tests" / "vllm"), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    script = HERE.parent / "tests" / "vllm" / "tracing_main.py"
+    done = subprocess.run([python, script, backend.url], env=environ, timeout=400, check=False, capture_output=True)
+    if done.returncode != 0:
+        return [f"the vLLM run ended with {done.returncode}: {done.stderr.decode()[-2000:]}"]
+    judge = Judge(backend.await_end(project), 2)
+    requests = judge.named("llm_request")
+    judge.expect(len(requests) == 3, f"{len(requests)} request spans of vLLM's")
+    for request in requests:
+        ours = [span for span in judge.named(names.REQUEST_SPAN) if span.trace_id == request.trace_id]
+        beside = ours and {span.parent_id for span in ours} == {request.parent_id}
+        judge.expect(beside, f"no span of ours beside vLLM's in trace {request.trace_id}")
+    clients = {request.parent_id for request in requests}
+    judge.judge(steps=5, foreign=clients)
+    print(f"vLLM: {len(judge.spans)} spans, {len(judge.named(names.STEP_SPAN))} steps, {len(requests)} requests")
+    return judge.complaints
 
 
 def take_pictures(backend: Phoenix, judge: Judge, folder: Path) -> None:
@@ -270,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--phoenix", type=Path, default=Path(".venv-phoenix/bin/phoenix"), help="the program")
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4), help="worker processes")
     parser.add_argument("--ratio", type=float, default=0.3, help="share of steps that are sampled")
+    parser.add_argument("--vllm", type=Path, default=None, help="a Python with vLLM, for a run of vLLM, too")
     parser.add_argument("--pictures", type=Path, default=None, help="folder for pictures")
     parser.add_argument("--demo-timeout", type=float, default=300.0, help="seconds for the demo")
     options = parser.parse_args(argv)
@@ -279,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_demo(backend, options)
         judge = Judge(backend.await_end(), options.ranks)
         complaints = judge.judge()
+        if options.vllm is not None:
+            complaints += run_vllm(backend, options.vllm)
         if options.pictures is not None and not complaints:
             take_pictures(backend, judge, options.pictures)
     steps = judge.named(names.STEP_SPAN)
