@@ -23,6 +23,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor.detectors import Liveness, LivenessDetector
 from resilient_executor.supervisor.incidents import CauseKind
+from resilient_executor.supervisor.pulse import Pulse
 
 T = TypeVar("T")
 
@@ -84,6 +85,7 @@ class SupervisorActor:
         self._members: dict[int, Member] = {}
         self._progress: dict[int, Progress] = {}
         self._findings: list[Finding] = []
+        self._pulse = Pulse()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -104,7 +106,7 @@ class SupervisorActor:
         await self.retire(self._epoch)
         self._epoch = epoch
         self._members = {member.rank: member for member in members}
-        self._progress, self._findings = {}, []
+        self._progress, self._findings, self._pulse = {}, [], Pulse()
         detectors = {m.rank: self._detector() for m in members}
         self._spawn(self._detect(epoch, detectors))
         for member in members:
@@ -159,6 +161,7 @@ class SupervisorActor:
             try:
                 self._progress[member.rank] = await member.handle.heartbeat.remote(epoch)
                 detector.heard(time.monotonic())
+                self._pulse.heard(member.rank, time.monotonic(), time.monotonic() - began)
             except RayActorError:
                 pass  # the sentinel says the same, and says why
             except Exception as error:  # noqa: BLE001 - StaleEpoch and the like: alive, but not of this group
@@ -193,6 +196,10 @@ class SupervisorActor:
             if not await _within(self._changed.wait(), deadline - time.monotonic()):
                 break
         return list(self._findings) if epoch == self._epoch else []
+
+    async def pulse(self) -> dict[int, tuple[list[float], float]]:
+        """How heartbeats went since the last call; see :class:`Pulse`."""
+        return self._pulse.take(time.monotonic())
 
     async def examine(self, epoch: int, timeout_s: float) -> Examination:
         """Ask every worker, now, and give each ``timeout_s`` to answer: a real round trip, nothing remembered."""
