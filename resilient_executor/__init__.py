@@ -24,6 +24,7 @@ from resilient_executor.errors import (
 )
 from resilient_executor.journal import RpcPolicy
 from resilient_executor.lifecycle import Event, ExecutorState
+from resilient_executor.measurements import StepFacts
 from resilient_executor.protocol import RankAssignment, Worker, WorkerInfo, WorkerSpec
 from resilient_executor.supervisor.incidents import Cause, CauseKind, Evidence, Incident
 
@@ -54,6 +55,7 @@ __all__ = [
     "RpcTimeout",
     "StartupError",
     "StateError",
+    "StepFacts",
     "StepLost",
     "TopologyError",
     "Transport",

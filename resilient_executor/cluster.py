@@ -7,11 +7,12 @@ import logging
 import math
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.version import Version
 
-from resilient_executor import semaphores
+from resilient_executor import processes, semaphores
 from resilient_executor.errors import ConfigError, DependencyError, PlacementError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ MIN_RAY: Final = "2.43.0"
 EMBEDDED_STORE_BYTES: Final = 512 << 20
 #: For a cluster's head to accept a connection, in seconds.
 _KNOCK_S: Final = 5.0
+#: For the children of an embedded cluster's raylet to end after it, in seconds.
+_LAST_WORDS_S: Final = 1.0
 
 
 def check_dependencies(*, needs_nccl: bool = False) -> None:
@@ -122,7 +125,16 @@ def disconnect() -> None:
     node = worker._global_node  # the embedded cluster; None where one was joined
     raylets = node.all_processes.get("raylet", []) if node is not None else []
     pids = [info.process.pid for info in raylets]
+    children = [child for pid in pids for child in processes.children(pid)]
     ray.shutdown()
+    # A raylet's agents look for its end in a loop that Ctrl-C stops: sent by a terminal, it reaches them as well, and
+    # they would stay for ever.
+    deadline = time.monotonic() + _LAST_WORDS_S
+    for child in children:
+        with child:
+            if not child.wait(deadline - time.monotonic()):
+                child.kill()
+                child.wait(_LAST_WORDS_S)
     for pid in pids:
         semaphores.remove_all(pid)
 

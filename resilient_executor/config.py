@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 from resilient_executor.errors import ConfigError
 from resilient_executor.journal import RpcPolicy
+from resilient_executor.measurements import StepFacts
 from resilient_executor.protocol import WorkerSpec
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class ExecutorConfig:
             wins. Others are never repeated.
         output_aggregator: turns the outputs of all ranks of the last stage (TP order) into the step's output; None
             takes the output of the last stage's first rank.
+        describe_step: what telemetry says of a step's input: tokens, requests, and their trace headers. Called in a
+            background thread, some time after the step.
 
         address: Ray cluster to join; None joins one that this process or ``RAY_ADDRESS`` already names, else starts an
             embedded one; ``"local"`` starts an embedded one unless this process is connected already.
@@ -142,6 +145,7 @@ class ExecutorConfig:
     uses_sampler: bool = True
     output_aggregator: Callable[[Sequence[Any]], Any] | None = None
     rpc_policies: Mapping[str, RpcPolicy] = field(default_factory=dict)
+    describe_step: Callable[[Any], StepFacts] | None = None
 
     address: str | None = None
     name: str = "executor"
@@ -339,7 +343,9 @@ class ExecutorConfig:
 
 _STRATEGIES: Final = frozenset({"PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"})
 _SECONDS: Final = tuple(f.name for f in dataclasses.fields(ExecutorConfig) if f.name.endswith("_s"))
-_OBJECTS: Final = {"worker", "output_aggregator", "placement_group", "ray_remote_args", "rpc_policies", "env_extra"}
+_OBJECTS: Final = {
+    "worker", "output_aggregator", "describe_step", "placement_group", "ray_remote_args", "rpc_policies", "env_extra",
+}  # fmt: skip
 
 
 def _settable(cls: type[ExecutorConfig]) -> dict[str, Any]:

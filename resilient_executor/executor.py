@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import ray
 
-from resilient_executor import cluster, placement, protocol
+from resilient_executor import cluster, placement, protocol, telemetry
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.environment import EnvironmentRule
 from resilient_executor.errors import StateError, StepLost
@@ -25,7 +25,7 @@ from resilient_executor.graph import resolve_transport
 from resilient_executor.health import check_health
 from resilient_executor.journal import Journal, RpcPolicy
 from resilient_executor.lifecycle import Event, ExecutorState, Generation, Lifecycle, shut_down_at_exit
-from resilient_executor.operations import Publisher
+from resilient_executor.operations import publish
 from resilient_executor.overseer import Overseer
 from resilient_executor.pipeline import StepPipeline
 from resilient_executor.plans import EngineFuture, Plan, Plans, completed
@@ -67,23 +67,26 @@ class ResilientExecutor:
         self._lifecycle = Lifecycle()
         self._overseer = Overseer(config, self._lifecycle)
         self._journal = Journal()
-        self._rpc = CollectiveRpc(config, self._lifecycle, self._overseer, self._journal)
+        self._connected_here = cluster.connect(config)
+        self._telemetry = telemetry.start(config)
+        self._rpc = CollectiveRpc(config, self._lifecycle, self._overseer, self._journal, self._telemetry)
         self._step_ids = itertools.count()
-        self._failure_callbacks: list[Callable[[], None]] = []
         self._shutdown_lock = threading.Lock()
         self._starter, self._start_over = threading.current_thread(), threading.Event()
         self._supervision: Supervision | None = None
         self._recovery: Recovery | None = None
         self._pending: Any = _NOTHING
+        self._called_ns = 0
         self._plans = Plans()
         self._pending_plan = self._plans.current
-        self._lifecycle.add_listener(self._on_event)
-        self._connected_here = cluster.connect(config)
+        if self._telemetry is not None:
+            self._lifecycle.add_listener(self._telemetry.on_event)
         self._at_exit: Callable[[], None] | None = shut_down_at_exit(self)
         try:
             self._config = config = placement.with_current_group(config)
             placement.check_capacity(config)
-            self._start(config, environment_rule.select(os.environ))
+            with telemetry.starting(self._telemetry, lambda: self.epoch):
+                self._start(config, environment_rule.select(os.environ))
         except BaseException:  # Ctrl-C in the middle of a start must leave nothing behind either
             self._start_over.set()
             self.shutdown()
@@ -101,13 +104,12 @@ class ResilientExecutor:
             variables=variables,
             driver_node_id=ray.get_runtime_context().get_node_id(),
             step_ids=self._step_ids,
+            telemetry=self._telemetry,
         )
         # Either a shutdown in another thread has found what there is to stop, or it is noticed here.
         self._lifecycle.raise_if_over()
         self._supervision.start()
-        if config.status_port is not None:
-            self._supervision.open_endpoint()
-            Publisher(config, self._lifecycle, self._recovery, self._supervision.tell)
+        publish(config, self._lifecycle, self._recovery, self._supervision)
         self._overseer.start(self._recovery, self._supervision)
         self.start_seconds = time.monotonic() - began
         logger.info("%s: %d workers serve after %.1f s", config.name, config.world_size, self.start_seconds)
@@ -130,6 +132,8 @@ class ResilientExecutor:
         if self._lifecycle.serving is None:
             self._lifecycle.raise_if_over()
         plan = self._plans.current
+        if self._telemetry is not None:
+            self._called_ns = time.time_ns()
         if not self.needs_sampling(scheduler_output):
             return self._run_step((scheduler_output, None), plan, non_block)
         self._pending, self._pending_plan = scheduler_output, plan
@@ -158,17 +162,21 @@ class ResilientExecutor:
         return self._run_step((scheduler_output, grammar_output), self._pending_plan, non_block)
 
     def _run_step(self, value: Any, plan: Plan, non_block: bool) -> Any:
-        step_id = next(self._step_ids)
-        if not non_block:
-            try:
-                return self._pipeline_for(plan, step_id).run(step_id, value)
-            except StepLost as lost:
-                self._told(lost)
-                raise
-        future = EngineFuture(self._told)
+        step_id, traces = next(self._step_ids), self._telemetry
+        trace = traces.begin_step(step_id, value, self._called_ns) if traces is not None else None
+        future = EngineFuture(self._told) if non_block else None
         try:
-            self._pipeline_for(plan, step_id).submit(step_id, value, future)
-        except Exception as error:  # noqa: BLE001 - a future holds all of its step's errors
+            pipeline = self._pipeline_for(plan, step_id)
+            if future is None:
+                return pipeline.run(step_id, value, trace=trace)
+            pipeline.submit(step_id, value, future, trace=trace)
+        except Exception as error:
+            if trace is not None:
+                trace.ended(error)
+            if future is None:
+                if isinstance(error, StepLost):
+                    self._told(error)
+                raise
             future.fail(error)
         return future
 
@@ -322,14 +330,9 @@ class ResilientExecutor:
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once when the executor has failed for good; at once if it already has."""
-        self._failure_callbacks.append(callback)
+        self._lifecycle.add_listener(lambda event: callback() if event.kind == "failed" else None)
         if self.state is ExecutorState.FAILED:
             callback()
-
-    def _on_event(self, event: Event) -> None:
-        if event.kind == "failed":
-            for callback in self._failure_callbacks:
-                callback()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -345,11 +348,12 @@ class ResilientExecutor:
             self._at_exit()
             self._at_exit = None
             self._pending = _NOTHING
-            if ray.is_initialized():
-                self._end_start()
-                self._take_down()
-                if self._connected_here:
-                    cluster.disconnect()
+            with telemetry.ending(self._telemetry, lambda: self.epoch):
+                if ray.is_initialized():
+                    self._end_start()
+                    self._take_down()
+                    if self._connected_here:
+                        cluster.disconnect()
 
     def _end_start(self) -> None:
         """If another thread is still starting the executor, make it stop, and wait for it: it holds bundles."""

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from resilient_executor.errors import ExecutorFailed, ExecutorStopped, RecoveryTimeout
 from resilient_executor.supervisor.incidents import Evidence, Incident, RankExit
 from resilient_executor.supervisor.stalls import StallReport
 
 if TYPE_CHECKING:
+    from resilient_executor.executor import ResilientExecutor
     from resilient_executor.graph import StepGraph
     from resilient_executor.pipeline import StepPipeline
     from resilient_executor.worker_group import WorkerGroup
@@ -78,6 +79,7 @@ class Event:
         at: seconds since the Unix epoch.
         phase: for phases, its name.
         duration_s: for an ended phase, its length; for ``recovered``, from detection to service.
+        error: for a phase that failed, the class of the exception.
     """
 
     kind: str
@@ -87,6 +89,7 @@ class Event:
     phase: str = ""
     duration_s: float = 0.0
     incident: Incident | None = None
+    error: str = ""
 
 
 class Lifecycle:
@@ -185,26 +188,37 @@ class Lifecycle:
         """Time one phase of a start or rebuild, also when it fails."""
         self.phase = name
         self.emit("phase_begun", phase=name, incident=incident)
-        began = time.monotonic()
+        began, failure = time.monotonic(), ""
         try:
             yield
+        except BaseException as error:
+            failure = type(error).__name__
+            raise
         finally:
             took = time.monotonic() - began
             self.phase = ""
             durations[name] = durations.get(name, 0.0) + took
             if incident is not None:
                 incident.spent(name, took)
-            self.emit("phase", phase=name, duration_s=took, incident=incident)
+            self.emit("phase", phase=name, duration_s=took, incident=incident, error=failure)
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """Have ``listener`` called with every event, in the thread where it happens; it must be quick."""
         self._listeners.append(listener)
 
-    def emit(self, kind: str, *, phase: str = "", duration_s: float = 0.0, incident: Incident | None = None) -> None:
+    def emit(
+        self,
+        kind: str,
+        *,
+        phase: str = "",
+        duration_s: float = 0.0,
+        incident: Incident | None = None,
+        error: str = "",
+    ) -> None:
         """Tell the listeners; one that fails is logged and does no harm."""
         if not self._listeners:
             return
-        event = Event(kind, time.time(), self._state, self.epoch, phase, duration_s, incident)
+        event = Event(kind, time.time(), self._state, self.epoch, phase, duration_s, incident, error)
         for listener in list(self._listeners):
             try:
                 listener(event)
@@ -212,11 +226,7 @@ class Lifecycle:
                 logger.exception("a listener failed on %s", kind)
 
 
-class _Stoppable(Protocol):
-    def shutdown(self) -> None: ...
-
-
-def shut_down_at_exit(executor: _Stoppable) -> Callable[[], None]:
+def shut_down_at_exit(executor: ResilientExecutor) -> Callable[[], None]:
     """Shut down before Ray's own exit handler runs, without keeping the executor alive; returns how to undo it."""
     reference = weakref.ref(executor)
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.lifecycle import Event, Lifecycle
 from resilient_executor.recovery import Recovery
+from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.incidents import Incident
 from resilient_executor.supervisor.status import News
 
@@ -55,6 +56,17 @@ class Publisher:
             restarts=budget.used,
             max_restarts=budget.max_restarts,
         )
+
+
+def publish(config: ExecutorConfig, lifecycle: Lifecycle, recovery: Recovery, supervision: Supervision) -> None:
+    """Open the endpoint, where one is configured, and tell it everything from now on.
+
+    Raises:
+        ConfigError: its address cannot be listened at.
+    """
+    if config.status_port is not None:
+        supervision.open_endpoint()
+        Publisher(config, lifecycle, recovery, supervision.tell)
 
 
 def _kind(incident: Incident) -> str:

@@ -27,6 +27,7 @@ from resilient_executor.protocol import StepKind, WorkerException
 if TYPE_CHECKING:
     from resilient_executor.graph import StepGraph
     from resilient_executor.supervisor.incidents import Incident
+    from resilient_executor.telemetry.steps import StepTrace
 
 #: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given.
 _VERDICT_GRACE_S: Final = 30.0
@@ -53,12 +54,13 @@ class Judge(Protocol):
 class InflightStep:
     """One step between submission and end."""
 
-    __slots__ = ("done", "error", "future", "kind", "output", "references", "step_id")
+    __slots__ = ("done", "error", "future", "kind", "output", "references", "step_id", "trace")
 
-    def __init__(self, step_id: int, future: StepFuture | None, kind: StepKind) -> None:
+    def __init__(self, step_id: int, future: StepFuture | None, kind: StepKind, trace: StepTrace | None) -> None:
         self.step_id = step_id
         self.kind = kind
         self.future = future
+        self.trace = trace
         self.references: Any = None
         self.output: Any = None
         self.error: Exception | None = None
@@ -165,15 +167,21 @@ class StepPipeline:
     # -- one end ----------------------------------------------------------------------------------------------------
 
     def submit(
-        self, step_id: int, value: Any, future: StepFuture | None = None, kind: StepKind = StepKind.STEP
+        self,
+        step_id: int,
+        value: Any,
+        future: StepFuture | None = None,
+        kind: StepKind = StepKind.STEP,
+        trace: StepTrace | None = None,
     ) -> InflightStep:
         """Send a step into the graph. When it is full, the oldest step is read out first, into its future.
 
         Raises:
             StepLost: the epoch is condemned, or this is how it is found out.
         """
-        request = protocol.encode_request(self.epoch, step_id, kind, value)
-        step = InflightStep(step_id, future, kind)
+        header = trace.header if trace is not None else b""
+        request = protocol.encode_request(self.epoch, step_id, kind, value, header)
+        step = InflightStep(step_id, future, kind, trace)
         with self._submit_lock:
             while len(self._inflight) >= self._limit and not self._condemned:
                 with self._read_lock:
@@ -189,18 +197,20 @@ class StepPipeline:
                 self._judge.graph_broken(self.epoch, _describe(error))
                 raise StepLost(self.epoch, step_id, self.incident) from error
             self._inflight.append(step)
+            if trace is not None:
+                trace.sent(self.epoch)
         return step
 
     # -- the other end ----------------------------------------------------------------------------------------------
 
-    def run(self, step_id: int, value: Any, kind: StepKind = StepKind.STEP) -> Any:
+    def run(self, step_id: int, value: Any, kind: StepKind = StepKind.STEP, trace: StepTrace | None = None) -> Any:
         """Submit a step and wait for its output.
 
         Raises:
             StepLost: the epoch died.
             Exception: what the worker raised.
         """
-        step = self.submit(step_id, value, kind=kind)
+        step = self.submit(step_id, value, kind=kind, trace=trace)
         self.read_until(step)
         if step.error is not None:
             raise step.error
@@ -227,6 +237,8 @@ class StepPipeline:
         try:
             replies = self._graph.fetch(step.references)
             self._check(step, replies)
+            if step.trace is not None:
+                step.trace.answered(replies)
         except Exception as raised:  # noqa: BLE001 - everything that is not the worker's own is the graph's
             error = self._worker_error(raised, step)
             if error is None:
@@ -325,12 +337,13 @@ class StepPipeline:
 def _finish(step: InflightStep) -> None:
     step.done = True
     future = step.future
-    if future is None:
-        return
-    if step.error is not None:
-        future.set_exception(step.error)
-    else:
-        future.set_result(step.output)
+    if future is not None:
+        if step.error is not None:
+            future.set_exception(step.error)
+        else:
+            future.set_result(step.output)
+    if step.trace is not None:
+        step.trace.ended(step.error)
 
 
 def _describe(error: BaseException) -> str:

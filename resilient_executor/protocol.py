@@ -5,7 +5,9 @@ anything else), and what is unpickled from bytes owns its memory: no result can 
 results need no detaching.
 
     step request   header (epoch, step id, kind, length of the trace context) + trace context + pickle of the input
-    step reply     header (epoch, step id, rank) + pickle of the output
+    step reply     header (epoch, step id, rank, length of the trail) + trail + pickle of the output
+
+The trail is what the ranks on the way have measured; it is empty unless the request carries a trace context.
 
 Every message carries the epoch and the step id, and whoever receives it compares them before it believes the rest.
 """
@@ -22,10 +24,12 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import cloudpickle
 
+from resilient_executor import measurements
 from resilient_executor.errors import ResilientExecutorError
+from resilient_executor.measurements import RankTiming
 
 _REQUEST: Final = struct.Struct("<QQBH")
-_REPLY: Final = struct.Struct("<QQI")
+_REPLY: Final = struct.Struct("<QQIH")
 
 
 class StepKind(enum.IntEnum):
@@ -80,19 +84,25 @@ def decode_request(data: bytes) -> StepRequest:
     return StepRequest(epoch, step_id, kind, data[_REQUEST.size : start], memoryview(data)[start:])
 
 
-def encode_reply(epoch: int, step_id: int, rank: int, output: Any) -> bytes:
+def encode_reply(epoch: int, step_id: int, rank: int, output: Any, trail: bytes = b"") -> bytes:
     """Build a step reply."""
-    return _REPLY.pack(epoch, step_id, rank) + dumps(output)
+    return _REPLY.pack(epoch, step_id, rank, len(trail)) + trail + dumps(output)
 
 
 def reply_header(data: bytes) -> tuple[int, int, int]:
     """Epoch, step id and rank of a step reply."""
-    return _REPLY.unpack_from(data)
+    epoch, step_id, rank, _ = _REPLY.unpack_from(data)
+    return epoch, step_id, rank
+
+
+def reply_trail(data: bytes) -> bytes:
+    """What the ranks have measured on the way to this reply; see :mod:`measurements`."""
+    return bytes(data[_REPLY.size : _REPLY.size + _REPLY.unpack_from(data)[3]])
 
 
 def reply_output(data: bytes) -> Any:
     """The output in a step reply; it owns its memory. None from a rank whose output nobody wants."""
-    return pickle.loads(memoryview(data)[_REPLY.size :])
+    return pickle.loads(memoryview(data)[_REPLY.size + _REPLY.unpack_from(data)[3] :])
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,8 @@ class WorkerException(ResilientExecutorError):
         self.pickled = pickled
         self.summary = summary
         self.trace = trace
+        #: When the rank had ended what it did before, began this, and raised; (0, 0, 0) where nobody has measured it.
+        self.times = (0, 0, 0)
 
     @classmethod
     def capture(cls, error: BaseException, *, epoch: int, call_id: int, rank: int, operation: str) -> WorkerException:
@@ -160,6 +172,8 @@ class WorkerException(ResilientExecutorError):
             f"raised by rank {self.rank} in {self.operation} (epoch {self.epoch}, id {self.call_id}); "
             f"the worker's traceback:\n{self.trace}",
         )
+        if self.times[1]:
+            measurements.attach(error, RankTiming(self.rank, *self.times, raised=True))
         return error
 
 

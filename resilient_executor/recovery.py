@@ -34,7 +34,7 @@ from resilient_executor.errors import (
     WorkerStartError,
 )
 from resilient_executor.graph import StepGraph
-from resilient_executor.journal import Journal
+from resilient_executor.journal import Journal, JournalEntry, RpcPolicy
 from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
 from resilient_executor.pipeline import Judge, StepPipeline
 from resilient_executor.placement import Reservation, has_room_without, reserve, wait_ready
@@ -48,6 +48,8 @@ from resilient_executor.worker_group import WorkerGroup, first_line
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
+
+    from resilient_executor.telemetry.recorder import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Recovery:
         variables: Mapping[str, str],
         driver_node_id: str,
         step_ids: itertools.count[int],
+        telemetry: Telemetry | None,
     ) -> None:
         self._config = config
         self._lifecycle = lifecycle
@@ -81,6 +84,9 @@ class Recovery:
         self._variables = variables
         self._driver_node_id = driver_node_id
         self._step_ids = step_ids
+        self._telemetry = telemetry
+        if telemetry is not None:
+            telemetry.ask_for_pulse(supervision.pulse)
         self._budget = RestartBudget(
             max_restarts=config.max_restarts,
             window_s=config.restart_window_s,
@@ -291,7 +297,7 @@ class Recovery:
             except PlacementError:
                 self._avoidance.forgive()  # better there than nowhere
                 raise
-        group = new.group = WorkerGroup(new.epoch, config, stopping=self.stopping)
+        group = new.group = WorkerGroup(new.epoch, config, stopping=self.stopping, telemetry=self._telemetry)
         with self._phase("spawn", incident):
             group.spawn(reservation)
             group.describe(deadline)
@@ -302,18 +308,35 @@ class Recovery:
                 for rank, (handle, info) in enumerate(zip(group.handles, group.infos, strict=True))
             ]
             self._supervision.adopt(new.epoch, members)
+            if self._telemetry is not None:
+                self._telemetry.workers(new.epoch, group.infos)
         with self._phase("initialise", incident):
             group.initialise(self._variables, deadline)
         with self._phase("load", incident):
             group.load(deadline)
         with self._phase("replay", incident):
             for entry in self._journal:
-                group.results(entry.name, group.call(entry), max(0.0, deadline - time.monotonic()))
+                self._replay(group, entry, deadline)
         if config.eager_graph or old is not None:
             self.compile(new, judge, incident, deadline)
         else:
             group.set_phase(Phase.SERVING, deadline)  # its graph comes with its first step; until then it is idle
         return new
+
+    def _replay(self, group: WorkerGroup, entry: JournalEntry, deadline: float) -> None:
+        """Repeat one call of the journal."""
+        trace = None
+        if self._telemetry is not None:
+            trace = self._telemetry.begin_call(entry.name, RpcPolicy.JOURNAL.value, in_phase=True)
+        error: BaseException | None = None
+        try:
+            group.results(entry.name, group.call(entry, trace), max(0.0, deadline - time.monotonic()), trace)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if trace is not None:
+                trace.ended(error)
 
     def compile(self, new: Generation, judge: Judge, incident: Incident | None, deadline: float) -> None:
         """Build the generation's graph and send a step through it that does no work but pays for all first uses."""
@@ -324,7 +347,9 @@ class Recovery:
             new.graph = StepGraph(group.handles, self._config)
             new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge)
         with self._phase("warm_up", incident):
-            new.pipeline.run(next(self._step_ids), None, kind=StepKind.WARM_UP)
+            step_id = next(self._step_ids)
+            trace = self._telemetry.begin_warm_up(step_id) if self._telemetry is not None else None
+            new.pipeline.run(step_id, None, kind=StepKind.WARM_UP, trace=trace)
             group.set_phase(Phase.SERVING, deadline)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from ray.exceptions import RayError
@@ -19,12 +19,24 @@ from resilient_executor.lifecycle import Generation, Lifecycle
 from resilient_executor.overseer import Overseer
 from resilient_executor.worker_group import first_line
 
+if TYPE_CHECKING:
+    from resilient_executor.telemetry.calls import CallTrace
+    from resilient_executor.telemetry.recorder import Telemetry
+
 
 class CollectiveRpc:
     """Sends calls to the serving generation, and repeats or records them as their policy says. Safe for threads."""
 
-    def __init__(self, config: ExecutorConfig, lifecycle: Lifecycle, overseer: Overseer, journal: Journal) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        lifecycle: Lifecycle,
+        overseer: Overseer,
+        journal: Journal,
+        telemetry: Telemetry | None,
+    ) -> None:
         self._config = config
+        self._telemetry = telemetry
         self._lifecycle = lifecycle
         self._overseer = overseer
         self._journal = journal
@@ -64,10 +76,11 @@ class CollectiveRpc:
         """The same as :meth:`call`, in another thread; a daemon, since the interpreter waits for all others to end."""
         future: Future[list[Any]] = Future()
         future.set_running_or_notify_cancel()
+        trace = self._begin(entry, policy)  # here, where the caller's span is the current one
 
         def run() -> None:
             try:
-                future.set_result(self.call(entry, policy, timeout_s))
+                future.set_result(self._traced(entry, policy, timeout_s, trace))
             except Exception as error:  # noqa: BLE001 - a future holds all of its call's errors
                 future.set_exception(error)
 
@@ -76,11 +89,28 @@ class CollectiveRpc:
 
     def call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> list[Any]:
         """Make the call, on as many epochs as its policy and ``timeout_s`` allow; see ``collective_rpc``."""
+        return self._traced(entry, policy, timeout_s, self._begin(entry, policy))
+
+    def _begin(self, entry: JournalEntry, policy: RpcPolicy) -> CallTrace | None:
+        return self._telemetry.begin_call(entry.name, policy.value) if self._telemetry is not None else None
+
+    def _traced(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float, trace: CallTrace | None) -> list[Any]:
+        try:
+            results = self._call(entry, policy, timeout_s, trace)
+        except BaseException as error:
+            if trace is not None:
+                trace.ended(error)
+            raise
+        if trace is not None:
+            trace.ended(None)
+        return results
+
+    def _call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float, trace: CallTrace | None) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while True:
             remaining = deadline - time.monotonic()
             generation = self._lifecycle.await_serving(max(0.0, min(remaining, self._config.recovery_timeout_s)))
-            results, error = self._call_once(generation, entry, max(0.0, deadline - time.monotonic()))
+            results, error = self._call_once(generation, entry, max(0.0, deadline - time.monotonic()), trace)
             if error is None:
                 with self._journal_lock:
                     if not generation.condemned:
@@ -96,14 +126,14 @@ class CollectiveRpc:
                 raise RpcLost(entry.name, generation.epoch, self._lifecycle.last_incident(generation.epoch)) from error
 
     def _call_once(
-        self, generation: Generation, entry: JournalEntry, timeout_s: float
+        self, generation: Generation, entry: JournalEntry, timeout_s: float, trace: CallTrace | None
     ) -> tuple[list[Any], Exception | None]:
         """One attempt. When it returns an error, the generation is condemned or the error is the worker's own."""
         group = generation.group
         assert group is not None
         generation.rpc = entry.name
         try:
-            return group.results(entry.name, group.call(entry), timeout_s), None
+            return group.results(entry.name, group.call(entry, trace), timeout_s, trace), None
         except RpcTimeout as error:
             return [], error
         except RayError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import pickle
 import socket
@@ -20,7 +21,7 @@ from typing import Any
 import ray
 from ray.dag import DAGContext
 
-from resilient_executor import environment, processes, protocol, ray_guard, stacks
+from resilient_executor import environment, measurements, processes, protocol, ray_guard, stacks
 from resilient_executor.errors import StateError
 from resilient_executor.lease import Lease
 from resilient_executor.protocol import (
@@ -36,6 +37,7 @@ from resilient_executor.protocol import (
     WorkerInfo,
     WorkerSpec,
 )
+from resilient_executor.telemetry import logs, propagation
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ _LEASE_WAIT_S = 0.005
 class WorkerActor:
     """Holds one engine worker, its rank and its epoch; believes no message of another epoch."""
 
-    def __init__(self, created_rank: int, lease_s: float, lease_grace_s: float) -> None:
+    def __init__(self, created_rank: int, lease_s: float = math.inf, lease_grace_s: float = math.inf) -> None:
         ray_guard.install()
         stacks.install()
         self._created_rank = created_rank
@@ -70,6 +72,8 @@ class WorkerActor:
         self._slowest_step_s = 0.0
         self._rpc_in_hand = ""
         self._graph_thread = 0
+        #: When the last traced step ended, in ns since the Unix epoch; 0 for none.
+        self._idle_since = 0
         threading.Thread(target=self._keep_lease, name="resilient-executor-lease", daemon=True).start()
 
     # -- coming up --------------------------------------------------------------------------------------------------
@@ -97,32 +101,43 @@ class WorkerActor:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def init_worker(self, assignment: RankAssignment, variables: Mapping[str, str], spec: bytes) -> None:
+    def init_worker(
+        self, assignment: RankAssignment, variables: Mapping[str, str], spec: bytes, trace_context: bytes = b""
+    ) -> tuple[int, int]:
         """Set the environment, then import and build the engine's worker.
 
         Args:
             assignment: who this worker is in its epoch.
             variables: environment variables to set, before the engine is imported.
             spec: a pickled :class:`WorkerSpec`; pickled so that the imports wait for the environment.
+            trace_context: of the phase that this belongs to, here and in the other methods.
+
+        Returns:
+            when it began and ended, in nanoseconds since the Unix epoch; so do the other methods of the start.
         """
         environment.apply(variables)
         self._assignment = assignment
         self._rank = assignment.rank
         self._epoch = assignment.epoch
         self._enter(Phase.LOADING)
-        loaded: WorkerSpec = pickle.loads(spec)
-        with _logged(self, "init_worker", -1):
+        logs.install()
+        logs.identify(self._epoch, self._rank)
+        with _logged(self, "init_worker", -1, trace_context) as began:
+            loaded: WorkerSpec = pickle.loads(spec)
             self._worker = _resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
+        return began, time.time_ns()
 
-    def init_device(self) -> None:
+    def init_device(self, trace_context: bytes = b"") -> tuple[int, int]:
         """Let the engine's worker select its device and join its process group."""
-        with _logged(self, "init_device", -1):
+        with _logged(self, "init_device", -1, trace_context) as began:
             self._engine_worker().init_device()
+        return began, time.time_ns()
 
-    def load_model(self) -> None:
+    def load_model(self, trace_context: bytes = b"") -> tuple[int, int]:
         """Let the engine's worker load its weights."""
-        with _logged(self, "load_model", -1):
+        with _logged(self, "load_model", -1, trace_context) as began:
             self._engine_worker().load_model()
+        return began, time.time_ns()
 
     def set_phase(self, phase: Phase) -> None:
         """Tell the supervisor, with the next heartbeat, what this worker is busy with."""
@@ -160,7 +175,7 @@ class WorkerActor:
         """Run one collective RPC: a method of the engine's worker by name, or a callable that gets the worker.
 
         Returns:
-            the pickled result.
+            a reply: see :mod:`measurements`.
 
         Raises:
             StaleEpoch: the call is meant for another generation.
@@ -171,7 +186,7 @@ class WorkerActor:
                 f"call {envelope.call_id} is of epoch {envelope.epoch}; rank {self._rank} is of {self._epoch}"
             )
         name = envelope.method if isinstance(envelope.method, str) else "a callable"
-        with _logged(self, name, envelope.call_id):
+        with _logged(self, name, envelope.call_id, envelope.trace_context) as began:
             self._rpc_in_hand = name
             try:
                 args, kwargs = pickle.loads(envelope.arguments)
@@ -180,31 +195,33 @@ class WorkerActor:
                     result = method(*args, **kwargs)
                 else:
                     result = pickle.loads(envelope.method)(self._engine_worker(), *args, **kwargs)
-                return protocol.dumps(result)
+                data = protocol.dumps(result)
+                return measurements.encode_rpc_reply(began, time.time_ns(), data)
             finally:
                 self._rpc_in_hand = ""
 
-    def run_step(self, message: bytes | tuple[bytes, Any], serialize: bool = False) -> Any:
+    def run_step(self, message: bytes | tuple[bytes, Any, bytes], serialize: bool = False) -> Any:
         """Run this rank's part of one step; bound into the compiled graph.
 
         Args:
-            message: the step request; from the second stage on, a pair of it and the previous stage's result.
+            message: the step request; from the second stage on, with it the previous stage's result and the trail.
             serialize: serialise for the next stage here. Ray would do it outside of the step, where something that
                 cannot be pickled ends the graph; here it is the step's own error.
 
         Returns:
-            On the last stage a step reply, before it the request and what the next stage needs.
+            On the last stage a step reply, before it the request, what the next stage needs, and the trail.
 
         Raises:
             StaleEpoch: the request is meant for another generation.
             WorkerException: carries whatever the engine's worker raised.
         """
-        request, intermediate = (message, None) if isinstance(message, bytes) else message
-        epoch, step_id, kind, _, payload = protocol.decode_request(request)
+        request, intermediate, trail = (message, None, b"") if isinstance(message, bytes) else message
+        epoch, step_id, kind, trace_context, payload = protocol.decode_request(request)
         if epoch != self._epoch:
             raise StaleEpoch(f"step {step_id} is of epoch {epoch}; rank {self._rank} is of {self._epoch}")
         self._step_began = time.monotonic()
         self._step_in_hand = step_id
+        began, token = (time.time_ns(), propagation.attach(trace_context)) if trace_context else (0, None)
         try:
             if self._graph_thread != threading.get_ident():
                 self._bind_thread()
@@ -212,14 +229,17 @@ class WorkerActor:
             if kind == StepKind.STEP:
                 scheduler_output, grammar_output = pickle.loads(payload)
                 result = self._worker.execute_stage(scheduler_output, grammar_output, intermediate)
+            if began:
+                trail += measurements.encode_timing(self._rank, self._idle_since, began, time.time_ns())
             assignment = self._assignment
             assert assignment is not None  # the epoch matched, so init_worker has run
             if assignment.pp_rank < assignment.pp_size - 1:
-                return _serialized((request, result)) if serialize else (request, result)
-            return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None)
+                return _serialized((request, result, trail)) if serialize else (request, result, trail)
+            return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None, trail)
         except Exception as error:  # noqa: BLE001 - the engine's own, whatever it is
             self._failed_step = step_id
-            raise _capture(self, error, "execute_stage", step_id) from None
+            times = (self._idle_since, began, time.time_ns()) if began else (0, 0, 0)
+            raise _capture(self, error, "execute_stage", step_id, times) from None
         finally:
             # Whatever comes out of here is written to a channel next, an exception too.
             now = time.monotonic()
@@ -228,6 +248,9 @@ class WorkerActor:
                 now = time.monotonic()
             self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
             self._steps_done += 1
+            if began:
+                propagation.detach(token)
+                self._idle_since = time.time_ns()
             self._last_step = step_id
             self._step_in_hand = -1
 
@@ -290,26 +313,41 @@ class WorkerActor:
 
 
 class _logged:
-    """Turns an exception of the engine's worker into one log line here and a WorkerException for the caller."""
+    """Turns an exception of the engine's worker into one log line here and a WorkerException for the caller.
 
-    def __init__(self, actor: WorkerActor, operation: str, call_id: int) -> None:
+    What runs in it belongs to the trace of its caller; entering gives the time, in nanoseconds since the Unix epoch.
+    """
+
+    def __init__(self, actor: WorkerActor, operation: str, call_id: int, trace_context: bytes = b"") -> None:
         self._actor, self._operation, self._call_id = actor, operation, call_id
+        self._trace_context, self._began = trace_context, 0
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> int:
+        self._token = propagation.attach(self._trace_context) if self._trace_context else None
+        self._began = time.time_ns()
+        return self._began
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception):
-            raise _capture(self._actor, error, self._operation, self._call_id) from None
+        try:
+            if isinstance(error, Exception):
+                times = (0, self._began, time.time_ns())
+                raise _capture(self._actor, error, self._operation, self._call_id, times) from None
+        finally:
+            if self._trace_context:
+                propagation.detach(self._token)
 
 
-def _capture(actor: WorkerActor, error: Exception, operation: str, call_id: int) -> WorkerException:
+def _capture(
+    actor: WorkerActor, error: Exception, operation: str, call_id: int, times: tuple[int, int, int]
+) -> WorkerException:
     """Log the error where its traceback is, with rank, epoch and step or call, and wrap it for the caller."""
     logger.error(
         "rank %d, epoch %d: %s (id %d) raised %s; peers that wait for this rank in a collective may wait for ever",
         actor._rank, actor._epoch, operation, call_id, type(error).__name__, exc_info=error,
     )  # fmt: skip
-    return WorkerException.capture(error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation)
+    wrapped = WorkerException.capture(error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation)
+    wrapped.times = times
+    return wrapped
 
 
 def _serialized(value: Any) -> Any:

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from resilient_executor import ranks
+from resilient_executor import measurements, ranks
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import RpcTimeout, WorkerStartError
 from resilient_executor.journal import JournalEntry
 from resilient_executor.placement import Reservation, worker_options
 from resilient_executor.processes import UNKNOWN_START
 from resilient_executor.protocol import Phase, ProcessIdentity, RankAssignment, RpcEnvelope, WorkerException, WorkerInfo
+from resilient_executor.telemetry.calls import RankAnswer
 from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
+
+if TYPE_CHECKING:
+    from resilient_executor.telemetry.calls import CallTrace
+    from resilient_executor.telemetry.recorder import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class WorkerGroup:
     abandoned: str = ""
     #: Set when the executor is being shut down.
     stopping: threading.Event = field(default_factory=threading.Event)
+    telemetry: Telemetry | None = None
 
     def spawn(self, reservation: Reservation) -> None:
         """Create one actor in each bundle. Returns at once; :meth:`describe` waits for them."""
@@ -130,9 +135,10 @@ class WorkerGroup:
             WorkerStartError: a constructor raised or its process died.
         """
         spec = cloudpickle.dumps(self.config.worker)
-        calls = [h.init_worker.remote(a, variables, spec) for h, a in zip(self.handles, self.assignments, strict=True)]
-        self._all("initialise", calls, deadline)
-        self._all("initialise", [handle.init_device.remote() for handle in self.handles], deadline)
+        context, pairs = self._context(), zip(self.handles, self.assignments, strict=True)
+        calls = [handle.init_worker.remote(who, variables, spec, context) for handle, who in pairs]
+        self._timed("initialise", "init_worker", calls, deadline)
+        self._timed("initialise", "init_device", [h.init_device.remote(context) for h in self.handles], deadline)
 
     def load(self, deadline: float) -> None:
         """Load the weights.
@@ -140,7 +146,8 @@ class WorkerGroup:
         Raises:
             WorkerStartError: loading raised or a process died.
         """
-        self._all("load", [handle.load_model.remote() for handle in self.handles], deadline)
+        context = self._context()
+        self._timed("load", "load_model", [handle.load_model.remote(context) for handle in self.handles], deadline)
 
     def prepare_graph(self, deadline: float) -> None:
         """Have the workers ready for the compilation of their graph.
@@ -164,6 +171,24 @@ class WorkerGroup:
             WorkerStartError: a process died.
         """
         self._all(phase.value, [handle.set_phase.remote(phase) for handle in self.handles], deadline)
+
+    def _context(self) -> bytes:
+        """The trace context of the phase that is going on."""
+        return self.telemetry.phase_context() if self.telemetry is not None else b""
+
+    def _timed(self, phase: str, method: str, references: Sequence[Any], deadline: float) -> None:
+        """Wait for a method of the start on all workers, and note when each began and ended it."""
+        telemetry = self.telemetry
+        try:
+            times = self._all(phase, references, deadline)
+        except WorkerStartError as error:
+            timing = measurements.raised_timing(error.__cause__)
+            if telemetry is not None and timing is not None:
+                failed = {timing.rank: (timing.began_ns, timing.ended_ns)}
+                telemetry.worker_calls(method, self.epoch, failed, type(error.__cause__).__name__)
+            raise
+        if telemetry is not None:
+            telemetry.worker_calls(method, self.epoch, dict(enumerate(times)))
 
     def _all(self, phase: str, references: Sequence[Any], deadline: float) -> list[Any]:
         """Wait for all. One failure ends the wait: its peers may wait for it in a collective, and never come back."""
@@ -192,16 +217,20 @@ class WorkerGroup:
 
     # -- collective RPC ---------------------------------------------------------------------------------------------
 
-    def call(self, entry: JournalEntry) -> list[Any]:
+    def call(self, entry: JournalEntry, trace: CallTrace | None = None) -> list[Any]:
         """Send one collective RPC to every worker; returns Ray's references in rank order."""
         call_id = next(_call_ids)
+        context = b""
+        if trace is not None:
+            trace.attempt(self.epoch, call_id)
+            context = trace.header
         arguments = entry.per_rank or (entry.arguments,) * len(self.handles)
         return [
-            handle.run_rpc.remote(RpcEnvelope(self.epoch, call_id, entry.method, arguments[rank]))
+            handle.run_rpc.remote(RpcEnvelope(self.epoch, call_id, entry.method, arguments[rank], context))
             for rank, handle in enumerate(self.handles)
         ]
 
-    def results(self, name: str, references: list[Any], timeout_s: float) -> list[Any]:
+    def results(self, name: str, references: list[Any], timeout_s: float, trace: CallTrace | None = None) -> list[Any]:
         """Wait for the results of :meth:`call`, in rank order.
 
         Raises:
@@ -210,15 +239,25 @@ class WorkerGroup:
             RayError: a worker died.
         """
         try:
-            return [pickle.loads(result) for result in ray.get(references, timeout=timeout_s)]
-        except GetTimeoutError:
+            replies = ray.get(references, timeout=timeout_s)
+            if trace is not None:
+                trace.answered(dict(enumerate(map(answer_of, replies))))
+            return [measurements.rpc_reply_result(reply) for reply in replies]
+        except RayError as error:
+            if trace is not None:
+                trace.answered(answers_so_far(references), type(error).__name__)
+            raise self._rpc_error(error, name, references, timeout_s) from None
+
+    def _rpc_error(self, error: Exception, name: str, references: list[Any], timeout_s: float) -> Exception:
+        """What the caller of a collective RPC gets."""
+        if isinstance(error, GetTimeoutError):
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
             late = tuple(rank for rank, reference in enumerate(references) if reference not in done)
-            raise RpcTimeout(name, timeout_s, late) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, WorkerException):
-                raise error.cause.original() from None
-            raise
+            return RpcTimeout(name, timeout_s, late)
+        if isinstance(error, RayTaskError) and isinstance(error.cause, WorkerException):
+            original: Exception = error.cause.original()
+            return original
+        return error
 
     # -- going down -------------------------------------------------------------------------------------------------
 
@@ -243,3 +282,30 @@ def first_line(error: BaseException) -> str:
         error = error.cause
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
+
+
+def answer_of(reply: bytes) -> RankAnswer:
+    """What a reply to a collective RPC says of its time."""
+    return RankAnswer(*measurements.rpc_reply_times(reply))
+
+
+def answers_so_far(references: Sequence[Any]) -> dict[int, RankAnswer]:
+    """What came of a failed collective RPC on each rank, as far as is known now; for its spans. Does not wait."""
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
+    answers = {}
+    for rank, reference in enumerate(references):
+        if reference not in done:
+            answers[rank] = RankAnswer(outcome="no_reply", error="no_reply")
+            continue
+        try:
+            answers[rank] = answer_of(ray.get(reference, timeout=1.0))
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, WorkerException):
+                error_type = cause.summary.split(":", 1)[0]
+                answers[rank] = RankAnswer(cause.times[1], cause.times[2], "raised", error_type)
+            else:
+                answers[rank] = RankAnswer(outcome="raised", error=type(cause or error).__name__)
+        except RayError as error:
+            answers[rank] = RankAnswer(outcome="no_reply", error=type(error).__name__)
+    return answers

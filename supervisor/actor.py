@@ -29,6 +29,7 @@ from resilient_executor.processes import identify
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.incidents import CauseKind
+from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.reports import ask_agents, collect
 from resilient_executor.supervisor.stalls import StallReport
 from resilient_executor.supervisor.status import News
@@ -105,6 +106,7 @@ class SupervisorActor:
         self._news_at = 0.0
         self._endpoint = Endpoint(self._status, self._stack_lines)
         self._findings: list[Finding] = []
+        self._pulse = Pulse()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -129,7 +131,7 @@ class SupervisorActor:
         await self.retire(self._epoch)
         self._epoch = epoch
         self._members = {member.rank: member for member in members}
-        self._agents, self._findings = agents, []
+        self._agents, self._findings, self._pulse = agents, [], Pulse()
         processes = [(member.process, member.node_ip) for member in members]
         watch = self._watch = Watch(epoch, processes, self._settings, self._deadline, time.monotonic())
         self._spawn(self._detect(epoch, watch))
@@ -191,6 +193,7 @@ class SupervisorActor:
                 progress = await member.handle.heartbeat.remote(epoch, self._grantor)
                 now = time.monotonic()
                 watch.heard(progress, now, now - began)
+                self._pulse.heard(member.rank, now, now - began)
             except RayActorError:
                 pass  # the sentinel says the same, and says why
             except Exception as error:  # noqa: BLE001 - StaleEpoch and the like: alive, but not of this group
@@ -265,6 +268,10 @@ class SupervisorActor:
             if not await _within(self._changed.wait(), deadline - time.monotonic()):
                 break
         return list(self._findings) if epoch == self._epoch else []
+
+    async def pulse(self) -> dict[int, tuple[list[float], float]]:
+        """How heartbeats went since the last call; see :class:`Pulse`."""
+        return self._pulse.take(time.monotonic())
 
     # -- the operator's view ----------------------------------------------------------------------------------------
 

@@ -233,6 +233,18 @@ class Supervision:
         except (RayError, GetTimeoutError) as error:
             raise SupervisorUnreachable(f"the supervisor does not answer ({type(error).__name__})") from error
 
+    def pulse(self, timeout_s: float = 2.0) -> dict[int, tuple[list[float], float]]:
+        """Rank -> round trips of its heartbeats since the last call, and its silence, in seconds.
+
+        Raises:
+            ray.exceptions.RayError: the supervisor gives no answer.
+        """
+        supervisor = self._supervisor
+        if supervisor is None:
+            return {}
+        answer: dict[int, tuple[list[float], float]] = ray.get(supervisor.pulse.remote(), timeout=timeout_s)
+        return answer
+
     def fence(self, processes: Sequence[ProcessIdentity]) -> list[Fenced]:
         """Kill processes on their nodes and have it proven, at most ``fence_timeout_s`` for all nodes together.
 

@@ -26,7 +26,7 @@ from resilient_executor.reference.errors import (
     StaleCache,
     UnknownToken,
 )
-from resilient_executor.reference.messages import Draw, ModelOutput, ScheduledRequest, SchedulerOutput
+from resilient_executor.reference.messages import Draw, ModelOutput, ScheduledRequest, SchedulerOutput, describe_step
 from resilient_executor.reference.model_config import ModelConfig, resolve_checkpoint
 from resilient_executor.reference.request import Completion, FinishReason, Request, SamplingParams, TokenEvent
 from resilient_executor.reference.scheduler import Scheduler, SchedulerConfig
@@ -66,6 +66,7 @@ __all__ = [
     "StaleCache",
     "TokenEvent",
     "UnknownToken",
+    "describe_step",
     "resolve_checkpoint",
 ]
 

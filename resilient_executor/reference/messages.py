@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from resilient_executor.measurements import StepFacts
+
 #: Tokens in one block of the KV cache; scheduler and workers must agree on it.
 BLOCK_TOKENS: Final = 16
 
@@ -82,3 +84,8 @@ class ModelOutput:
 
     step_id: int
     tokens: dict[str, int]
+
+
+def describe_step(step: SchedulerOutput) -> StepFacts:
+    """What telemetry says of a step; for ``ExecutorConfig.describe_step``."""
+    return StepFacts(tokens=step.num_tokens, requests=len(step.requests))

@@ -37,6 +37,7 @@ from resilient_executor.vllm.messages import Loss, LostStepOutput, StageOutputs,
 from resilient_executor.vllm.scheduler import full_data, loss_aware
 from resilient_executor.vllm.settings import VllmSettings, VolatileWeights
 from resilient_executor.vllm.support import refuse_what_cannot_survive
+from resilient_executor.vllm.tracing import TraceHeaders
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,6 +91,7 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         self._journal_keys: set[str] = set()
         self._ending = False
         self._interrupts = Interrupts()
+        self._trace_headers = TraceHeaders()
         self._core_config_in_use = self._core_config(config, settings)
         self._core = _Core(self._core_config_in_use)
         # An engine whose start fails after ours forgets its executor without a word.
@@ -103,7 +105,7 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         self._interrupts.reassert()
         scheduler_config = config.scheduler_config
         environment.hide_scheduler_warning()
-        scheduler_config.scheduler_cls = loss_aware(scheduler_config.get_scheduler_cls())
+        scheduler_config.scheduler_cls = loss_aware(scheduler_config.get_scheduler_cls(), self._trace_headers)
 
     def _core_config(self, config: VllmConfig, settings: VllmSettings) -> ExecutorConfig:
         parallel = config.parallel_config
@@ -114,6 +116,7 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             uses_sampler=config.model_config.runner_type != "pooling",
             output_aggregator=self._aggregate if self._has_connector else None,
+            describe_step=self._trace_headers.describe,
             **chosen,
         )
 
@@ -291,7 +294,8 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
         """End everything; may be called at any time, more than once."""
         core = getattr(self, "_core", None)
         if core is not None:
-            core.shutdown()
+            with self._interrupts.held_off():
+                core.shutdown()
             self._interrupts.close()
 
     @property

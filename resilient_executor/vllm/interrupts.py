@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -50,6 +52,23 @@ class Interrupts:
             handler = self._handle if number in self._previous else signal.getsignal(number)
             if handler is not None:
                 signal.signal(number, handler)
+
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """What is in hand is the end itself, and must not be cut short by a second request for it.
+
+        vLLM's engine puts the default handlers back before it ends its executor. With Ctrl-C both it and its server
+        get a SIGINT, and the server then sends a SIGTERM: half-way through the end of Ray and its workers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        present = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in present.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def close(self) -> None:
         """Put the previous handlers back where ours still are."""

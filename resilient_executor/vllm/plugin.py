@@ -7,7 +7,10 @@ it (``VLLM_PLUGINS`` leaves it out) the class itself still works everywhere, and
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
+import os
 import sys
 from typing import Any
 
@@ -51,20 +54,32 @@ _CLEAN_UP_S = 8.0
 
 
 def _let_the_engine_clean_up() -> None:
-    """Give the engine's process a moment between SIGTERM and SIGKILL, as vLLM does for ROCm.
+    """Give the engine's process a moment between SIGTERM and SIGKILL, as vLLM does for ROCm, and pass its failure on.
 
     Without a ``shutdown_timeout`` vLLM's server sends both at once, and what lies in shared memory stays there. The
-    wait ends with the process, after about two seconds.
+    wait ends with the process, after about two seconds. And when the engine has failed, vLLM's server ends in good
+    order, with exit code 0, and whoever restarts what has failed would not restart it.
     """
     from vllm.v1.engine import utils
 
     if hasattr(utils.shutdown, "_resilient_executor"):
         return
     shutdown = utils.shutdown
+    failed: list[bool] = []
 
     @functools.wraps(shutdown)
     def shutdown_in_time(procs: Any, timeout: float | None = None) -> None:
+        failed.extend(True for process in procs if process.exitcode)  # before anybody has told it to end
         shutdown(procs, timeout=timeout or _CLEAN_UP_S)
+
+    def exit_as_it_did() -> None:
+        if failed:  # the server has closed everything; what is left is to say so
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     shutdown_in_time._resilient_executor = True  # type: ignore[attr-defined]
     utils.shutdown = shutdown_in_time
+    if "vllm.entrypoints.cli.serve" in sys.modules:  # elsewhere the exit code is not ours to choose
+        atexit.register(exit_as_it_did)

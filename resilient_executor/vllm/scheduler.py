@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
+    from resilient_executor.vllm.tracing import TraceHeaders
+
 logger = logging.getLogger(__name__)
 
 #: The queues of waiting requests, in all supported versions.
@@ -44,6 +46,12 @@ class LossAware:
     #: Lost steps whose blocks have been given back before their (empty) output was seen.
     _steps_ahead = 0
     _quarantine: Quarantine | None = None
+    _trace_headers: TraceHeaders
+
+    def add_request(self, request: Any) -> Any:
+        """See vLLM; its trace is noted, for the links of its steps."""
+        self._trace_headers.note(request)
+        return super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See vLLM; a request that is on trial runs alone."""
@@ -214,11 +222,16 @@ class LossAware:
 
 
 @functools.cache
-def loss_aware(base: type) -> type:
-    """The subclass of a scheduler class that survives the loss of its workers."""
-    if issubclass(base, LossAware):
-        return base
-    return type(f"LossAware{base.__name__}", (LossAware, base), {"__module__": __name__, "__doc__": base.__doc__})
+def loss_aware(base: type, trace_headers: TraceHeaders) -> type:
+    """The subclass of a scheduler class that survives the loss of its workers.
+
+    Args:
+        base: the class.
+        trace_headers: is told of each request.
+    """
+    bases = (base,) if issubclass(base, LossAware) else (LossAware, base)
+    members = {"__module__": __name__, "__doc__": base.__doc__, "_trace_headers": trace_headers}
+    return type(f"LossAware{base.__name__}", bases, members)
 
 
 def full_data(scheduler: Any, request_id: str, data: Any) -> Any:

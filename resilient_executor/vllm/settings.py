@@ -28,6 +28,7 @@ _VLLMS_OWN: Final = {
     "pipeline_parallel_size": "--pipeline-parallel-size",
     "uses_sampler": "nothing: the model decides it",
     "output_aggregator": "nothing: the KV connector decides it",
+    "describe_step": "nothing: the adapter tells it",
     "placement_group": "vLLM's placement_group",
     "bundle_indices": "VLLM_RAY_BUNDLE_INDICES",
     "devices_per_worker": "VLLM_RAY_PER_WORKER_GPUS",

@@ -16,7 +16,7 @@ from vllm.sequence import IntermediateTensors  # noqa: E402
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
 
-from resilient_executor.vllm import admission, checkpoint, cpu_generators, shared_memory  # noqa: E402
+from resilient_executor.vllm import admission, checkpoint, cpu_generators, shared_memory, tracing  # noqa: E402
 from resilient_executor.vllm.messages import Handover, StageOutputs, Step  # noqa: E402
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
     """
 
     def __init__(self, assignment: RankAssignment, *, vllm_config: bytes) -> None:
+        tracing.trace_worker(assignment.rank)
         super().__init__(rpc_rank=assignment.rank, global_rank=assignment.rank)
         config = pickle.loads(vllm_config)
         self._assignment = assignment

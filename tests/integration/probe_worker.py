@@ -104,6 +104,7 @@ class ProbeWorker:
         self.steps.append(command.get("id", scheduler_output if isinstance(scheduler_output, int) else None))
         trail = [] if intermediate is None else intermediate["trail"]
         result = {
+            "traces": [] if intermediate is None else intermediate["traces"],
             "trail": [*trail, (me.pp_rank, me.tp_rank, me.rank)],
             "blob": command.get("blob") if intermediate is None else intermediate["blob"],
         }
@@ -127,6 +128,11 @@ class ProbeWorker:
             return {**result, "array": np.full(count, value, dtype=np.int64)}
         elif name == "bytes":
             return {**result, "bytes": bytes([arguments[1]]) * arguments[0]}
+        elif name == "trace":
+            from opentelemetry import trace
+
+            trace_id = trace.get_current_span().get_span_context().trace_id
+            return {**result, "traces": [*result["traces"], f"{trace_id:032x}"]}
         elif name == "unpicklable":
             return {**result, "lock": threading.Lock()}
         elif name == "touch":

@@ -231,10 +231,17 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, number: int = signal.SIGINT, timeout_s: float = 30) -> float:
-        """Send a signal; returns how long the server took to end."""
+        """Send a signal; returns how long the server took to end.
+
+        SIGINT goes to the whole group, as a terminal sends it for Ctrl-C; others to the server alone, as Kubernetes
+        does it.
+        """
         began = time.monotonic()
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            if number == signal.SIGINT:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
             try:
                 self.process.wait(timeout_s)
             finally:

@@ -9,15 +9,12 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
-from engines import PROMPTS, Assassin, Server, actors, kill_one, workers
+from engines import PROMPTS, Assassin, Server, actors, kill_one
 
 KILLS = int(os.environ.get("KILLS", "5"))
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 30)))
@@ -107,55 +104,3 @@ def test_the_supervisor_may_die_too(server: Server) -> None:
         os.kill(pid, signal.SIGKILL)
     kill_one(server.process.pid)
     assert all_clients(server) == undisturbed
-
-
-@pytest.mark.parametrize("moment", ["start", "serving", "recovery"])
-def test_ctrl_c_ends_it_in_time_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    server = Server("--pipeline-parallel-size", "2", log=tmp_path / "log")
-    tree: list[psutil.Process] = []
-    try:
-        if moment == "start":
-            deadline = time.monotonic() + 300
-            while not workers(server.process.pid):
-                assert time.monotonic() < deadline, server.tail()
-                time.sleep(0.1)
-            time.sleep(1)
-        else:
-            server.wait()
-            all_clients(server)
-        if moment == "recovery":
-            kill_one(server.process.pid)
-            time.sleep(1)
-        tree = psutil.Process(server.process.pid).children(recursive=True)
-        took = server.stop(signal.SIGINT)
-    finally:
-        server.stop()
-    assert took < 10, f"{took:.1f} s\n{server.tail()}"
-    psutil.wait_procs(tree, timeout=5)
-    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def test_a_spent_budget_ends_the_server(tmp_path: Path) -> None:
-    server = Server("--pipeline-parallel-size", "2", settings={"max_restarts": 1}, log=tmp_path / "log")
-    try:
-        server.wait()
-        undisturbed = all_clients(server)
-        kill_one(server.process.pid)
-        assert all_clients(server) == undisturbed
-
-        async def be_disappointed() -> None:
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-                task = asyncio.create_task(stream(client, 1))
-                await asyncio.sleep(0.1)
-                kill_one(server.process.pid)
-                with pytest.raises((openai.APIError, openai.APIConnectionError, AssertionError)):
-                    await task
-
-        asyncio.run(be_disappointed())
-        assert server.health() in (503, 0)
-        assert server.process.wait(60) != 0, "the process ends non-zero"
-        assert "the executor has failed" in server.log.read_text(errors="replace")
-    finally:
-        server.stop()

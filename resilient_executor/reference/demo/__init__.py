@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from resilient_executor import ExecutorConfig, ResilientExecutor, ResilientExecutorError, RpcPolicy, WorkerSpec, cluster
 from resilient_executor.lifecycle import ExecutorState
-from resilient_executor.reference import WORKER, ModelConfig, ReferenceEngine, resolve_checkpoint
+from resilient_executor.reference import WORKER, ModelConfig, ReferenceEngine, describe_step, resolve_checkpoint
 from resilient_executor.reference.demo.display import Display, can_draw, logs_in, make_console
 from resilient_executor.reference.demo.interrupts import Interrupts
 from resilient_executor.reference.demo.leftovers import family, survivors
@@ -86,6 +86,7 @@ def _config(options: DemoOptions) -> ExecutorConfig:
         pipeline_parallel_size=options.pipeline_parallel_size,
         # The engine's start-up calls: a new generation of workers gets them again.
         rpc_policies=dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL),
+        describe_step=describe_step,
         address=options.address,
         name="demo",
         # These kills are on purpose: none of them is a reason to give up.

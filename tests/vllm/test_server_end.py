@@ -1,0 +1,82 @@
+"""How a server ends: by Ctrl-C at any moment, in time, with nothing left; by itself when it cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from engines import Server, kill_one, workers
+from test_serve import all_clients, stream
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGINT, "start"),
+        (signal.SIGINT, "serving"),
+        (signal.SIGINT, "recovery"),
+        # Not in a start: the API server of vLLM 0.32 loses a SIGTERM then, with any executor.
+        pytest.param(signal.SIGTERM, "serving", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "recovery", marks=pytest.mark.long),
+    ],
+)
+def test_it_ends_in_time_and_leaves_nothing(number: int, moment: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    server = Server("--pipeline-parallel-size", "2", log=tmp_path / "log")
+    tree: list[psutil.Process] = []
+    try:
+        if moment == "start":
+            deadline = time.monotonic() + 300
+            while not workers(server.process.pid):
+                assert time.monotonic() < deadline, server.tail()
+                time.sleep(0.1)
+            time.sleep(1)
+        else:
+            server.wait()
+            all_clients(server)
+        if moment == "recovery":
+            kill_one(server.process.pid)
+            time.sleep(1)
+        tree = psutil.Process(server.process.pid).children(recursive=True)
+        took = server.stop(number)
+    finally:
+        server.stop()
+    assert took < 10, f"{took:.1f} s\n{server.tail()}"
+    psutil.wait_procs(tree, timeout=5)
+    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    # Others may be at work on this machine: ours are named after their processes.
+    pids = {str(process.pid) for process in tree}
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if pids & set(re.findall(r"\d+", name))]
+
+
+def test_a_spent_budget_ends_the_server(tmp_path: Path) -> None:
+    server = Server("--pipeline-parallel-size", "2", settings={"max_restarts": 1}, log=tmp_path / "log")
+    try:
+        server.wait()
+        undisturbed = all_clients(server)
+        kill_one(server.process.pid)
+        assert all_clients(server) == undisturbed
+
+        async def be_disappointed() -> None:
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+                task = asyncio.create_task(stream(client, 1))
+                await asyncio.sleep(0.1)
+                kill_one(server.process.pid)
+                with pytest.raises((openai.APIError, openai.APIConnectionError, AssertionError)):
+                    await task
+
+        asyncio.run(be_disappointed())
+        assert server.health() in (503, 0)
+        assert server.process.wait(60) != 0, "the process ends non-zero"
+        assert "the executor has failed" in server.log.read_text(errors="replace")
+    finally:
+        server.stop()
