@@ -58,8 +58,8 @@ class _Engine:
         return scheduler_output
 
 
-def _actor() -> WorkerActor:
-    actor = WorkerActor(0)
+def _actor(cls: type[WorkerActor]) -> WorkerActor:
+    actor = cls(0)
     actor._epoch, actor._worker = 1, _Engine()
     actor._assignment = RankAssignment(0, 1, 0, 0, 1, 0, 1, 1, True, True, "")
     return actor
@@ -197,12 +197,10 @@ def _path(actor: WorkerActor, pipeline_class: type[StepPipeline], telemetry: Tel
 
 def _micro(telemetry: Telemetry, rounds: int) -> dict[str, float]:
     """The medians of the differences of steps that were timed right after one another, in microseconds."""
-    bare_actor = _BareActor(0)
-    bare_actor.__dict__.update(_actor().__dict__)
     paths = {
-        "bare": _path(bare_actor, _BarePipeline, None, bare=True),
-        "off": _path(_actor(), StepPipeline, None, bare=False),
-        "on": _path(_actor(), StepPipeline, telemetry, bare=False),
+        "bare": _path(_actor(_BareActor), _BarePipeline, None, bare=True),
+        "off": _path(_actor(WorkerActor), StepPipeline, None, bare=False),
+        "on": _path(_actor(WorkerActor), StepPipeline, telemetry, bare=False),
     }
     times: dict[str, list[tuple[int, int]]] = {name: [] for name in paths}
     order = list(paths)

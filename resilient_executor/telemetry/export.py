@@ -57,10 +57,13 @@ class QuietMetricExporter(MetricExporter):
         super().__init__(inner._preferred_temporality, inner._preferred_aggregation)
         self._inner = inner
         self._down = False
+        self._closed = False
         _hush()
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         """See the SDK. Never raises."""
+        if self._closed:  # the SDK starts its thread anew in a forked child, for one more export
+            return MetricExportResult.FAILURE
         try:
             result: MetricExportResult = self._inner.export(metrics_data, timeout_millis, **kwargs)
         except Exception:  # noqa: BLE001 - the backend's own affair, whatever it is
@@ -76,6 +79,7 @@ class QuietMetricExporter(MetricExporter):
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
         """See the SDK."""
+        self._closed = True
         self._inner.shutdown(timeout_millis, **kwargs)
 
 
