@@ -241,6 +241,8 @@ class WorkerActor:
             times = (self._idle_since, began, time.time_ns()) if began else (0, 0, 0)
             raise _capture(self, error, "execute_stage", step_id, times) from None
         finally:
+            if began:
+                propagation.detach(token)
             # Whatever comes out of here is written to a channel next, an exception too.
             now = time.monotonic()
             while not self._lease.valid(now):  # bounded: see _keep_lease
@@ -248,9 +250,7 @@ class WorkerActor:
                 now = time.monotonic()
             self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
             self._steps_done += 1
-            if began:
-                propagation.detach(token)
-                self._idle_since = time.time_ns()
+            self._idle_since = time.time_ns() if began else 0
             self._last_step = step_id
             self._step_in_hand = -1
 

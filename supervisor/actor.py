@@ -269,9 +269,11 @@ class SupervisorActor:
                 break
         return list(self._findings) if epoch == self._epoch else []
 
-    async def pulse(self) -> dict[int, tuple[list[float], float]]:
-        """How heartbeats went since the last call; see :class:`Pulse`."""
-        return self._pulse.take(time.monotonic())
+    async def pulse(self) -> dict[int, tuple[list[float], float, float]]:
+        """How heartbeats went since the last call, and the suspicion of each worker now; see :class:`Pulse`."""
+        now, watch = time.monotonic(), self._watch
+        taken = self._pulse.take(now)
+        return {r: (trips, silence, watch.suspicion(r, now)) for r, (trips, silence) in taken.items() if watch}
 
     # -- the operator's view ----------------------------------------------------------------------------------------
 

@@ -233,8 +233,8 @@ class Supervision:
         except (RayError, GetTimeoutError) as error:
             raise SupervisorUnreachable(f"the supervisor does not answer ({type(error).__name__})") from error
 
-    def pulse(self, timeout_s: float = 2.0) -> dict[int, tuple[list[float], float]]:
-        """Rank -> round trips of its heartbeats since the last call, and its silence, in seconds.
+    def pulse(self, timeout_s: float = 2.0) -> dict[int, tuple[list[float], float, float]]:
+        """Rank -> round trips of its heartbeats since the last call and its silence, in seconds, and its suspicion.
 
         Raises:
             ray.exceptions.RayError: the supervisor gives no answer.
@@ -242,7 +242,7 @@ class Supervision:
         supervisor = self._supervisor
         if supervisor is None:
             return {}
-        answer: dict[int, tuple[list[float], float]] = ray.get(supervisor.pulse.remote(), timeout=timeout_s)
+        answer: dict[int, tuple[list[float], float, float]] = ray.get(supervisor.pulse.remote(), timeout=timeout_s)
         return answer
 
     def fence(self, processes: Sequence[ProcessIdentity]) -> list[Fenced]:

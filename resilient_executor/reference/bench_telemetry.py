@@ -34,6 +34,8 @@ from resilient_executor.telemetry.steps import StepTrace
 from resilient_executor.worker import WorkerActor
 
 _STEP_S: Final = 0.01
+#: Nobody renews the microbenchmark's leases.
+_LEASE_S: Final = 3600.0
 #: Between two timed steps of the microbenchmark: a real driver waits for its workers most of the time.
 _PAUSE_S: Final = 0.001
 
@@ -59,7 +61,7 @@ class _Engine:
 
 
 def _actor(cls: type[WorkerActor]) -> WorkerActor:
-    actor = cls(0)
+    actor = cls(0, _LEASE_S, _LEASE_S)
     actor._epoch, actor._worker = 1, _Engine()
     actor._assignment = RankAssignment(0, 1, 0, 0, 1, 0, 1, 1, True, True, "")
     return actor
@@ -86,6 +88,11 @@ class _BareActor(WorkerActor):
             assert assignment is not None
             return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None)
         finally:
+            now = time.monotonic()
+            while not self._lease.valid(now):
+                raise AssertionError
+            self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
+            self._steps_done += 1
             self._last_step = step_id
             self._step_in_hand = -1
 

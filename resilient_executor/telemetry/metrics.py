@@ -28,6 +28,7 @@ class Metrics:
         self.state = "STARTING"
         self.epoch = 0
         self.silence: dict[int, float] = {}
+        self.suspicion: dict[int, float] = {}
         for name, row in names.METRICS.items():
             if row.kind == "histogram":
                 bounds = names.SECONDS_SHORT if name in _SHORT else names.SECONDS_LONG
@@ -40,6 +41,7 @@ class Metrics:
             (names.STATE_METRIC, self._observe_state),
             (names.EPOCH_METRIC, self._observe_epoch),
             (names.SILENCE, self._observe_silence),
+            (names.SUSPICION, self._observe_suspicion),
         ):
             row = names.METRICS[name]
             meter.create_observable_gauge(name, [observe], row.unit, row.meaning)
@@ -52,6 +54,9 @@ class Metrics:
 
     def _observe_silence(self, _: CallbackOptions) -> Iterable[Observation]:
         return [Observation(s, self._own | {names.RANK: rank}) for rank, s in dict(self.silence).items()]
+
+    def _observe_suspicion(self, _: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(phi, self._own | {names.RANK: rank}) for rank, phi in dict(self.suspicion).items()]
 
     def record(self, name: str, seconds: float, **attributes: Value) -> None:
         """Add to a histogram; attributes are given by the names of their constants, in lower case."""

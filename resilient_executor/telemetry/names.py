@@ -177,6 +177,7 @@ class MetricRow(NamedTuple):
 STATE_METRIC: Final = _P + "state"
 EPOCH_METRIC: Final = _P + "epoch"
 HEARTBEAT: Final = _P + "worker.heartbeat.duration"
+SUSPICION: Final = _P + "worker.suspicion"
 SILENCE: Final = _P + "worker.heartbeat.silence"
 STEP_DURATION: Final = _P + "step.duration"
 STEP_QUEUE: Final = _P + "step.queue.duration"
@@ -195,6 +196,7 @@ METRICS: Final = {
     EPOCH_METRIC: MetricRow("gauge", "{epoch}", "the newest generation of workers", ()),
     HEARTBEAT: MetricRow("histogram", "s", "round trip of a heartbeat", (RANK,)),
     SILENCE: MetricRow("gauge", "s", "how long a worker has been silent", (RANK,)),
+    SUSPICION: MetricRow("gauge", "{phi}", "how unlikely it is that a silent worker lives (phi accrual)", (RANK,)),
     STEP_DURATION: MetricRow("histogram", "s", "a step, from the engine's call to its result", (OUTCOME,)),
     STEP_QUEUE: MetricRow("histogram", "s", "from the call until the graph took the step", ()),
     RANK_COMPUTE: MetricRow("histogram", "s", "a step in the engine's worker", (RANK, STAGE)),

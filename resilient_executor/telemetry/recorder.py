@@ -44,8 +44,8 @@ _BREATH_S: Final = 0.0001
 #: Between two questions to the supervisor, where metrics are on.
 _PULSE_S: Final = 5.0
 
-#: rank -> (round trips in seconds since the last question, silence in seconds).
-Pulse = Mapping[int, tuple[Sequence[float], float]]
+#: rank -> (round trips in seconds since the last question, silence in seconds, suspicion).
+Pulse = Mapping[int, tuple[Sequence[float], float, float]]
 
 
 class Telemetry:
@@ -208,8 +208,9 @@ class Telemetry:
         except Exception as error:  # noqa: BLE001 - the supervisor may be gone; others see to that
             logger.debug("telemetry: no pulse: %s", error)
             return
-        self._metrics.silence = {rank: silence_s for rank, (_, silence_s) in pulse.items()}
-        for rank, (round_trips, _) in pulse.items():
+        self._metrics.silence = {rank: silence_s for rank, (_, silence_s, _) in pulse.items()}
+        self._metrics.suspicion = {rank: phi for rank, (_, _, phi) in pulse.items()}
+        for rank, (round_trips, _, _) in pulse.items():
             for seconds in round_trips:
                 self._metrics.record(names.HEARTBEAT, seconds, rank=rank)
 
