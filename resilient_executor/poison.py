@@ -9,17 +9,21 @@ exit), after three times if it was killed from outside or nobody knows, because 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from resilient_executor.supervisor.incidents import CauseKind
 
 if TYPE_CHECKING:
-    from resilient_executor.supervisor.incidents import Cause
+    from resilient_executor.supervisor.incidents import Cause, Incident
 
 #: Deaths alone that convict where the death may have come from outside.
 _COINCIDENCE: Final = 3
+#: For a cause to become known, in seconds, and between two looks.
+_CAUSE_S: Final = 15.0
+_CAUSE_LOOK_S: Final = 0.01
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -114,3 +118,26 @@ def _own_doing(cause: Cause | None) -> bool:
     if cause.signal is not None:
         return cause.signal not in _FROM_OUTSIDE
     return cause.exit_code is not None
+
+
+def await_cause(incidents: Callable[[], Sequence[Incident]], epoch: int, timeout_s: float = _CAUSE_S) -> Cause | None:
+    """What the workers of an epoch died of.
+
+    An engine hears of a lost step before there is an incident, and of the first cause it is certain only when what is
+    left of the epoch has been fenced.
+
+    Args:
+        incidents: gives those of the executor so far, oldest first.
+        epoch: the one that died.
+        timeout_s: how long to wait for it.
+
+    Returns:
+        the cause, or None if it has not become known.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for incident in reversed(incidents()):
+            if incident.epoch == epoch and (incident.cause is not None or incident.outcome != "open"):
+                return incident.cause
+        time.sleep(_CAUSE_LOOK_S)
+    return None

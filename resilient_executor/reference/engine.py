@@ -11,16 +11,16 @@ import dataclasses
 import itertools
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
 from resilient_executor.errors import ExecutorFailed, ResilientExecutorError, StepLost
+from resilient_executor.poison import await_cause
 from resilient_executor.protocol import RemoteError
 from resilient_executor.reference.detokenizer import Detokenizer, Vocabulary
 from resilient_executor.reference.errors import (
@@ -37,14 +37,9 @@ from resilient_executor.reference.model_config import ModelConfig, resolve_check
 from resilient_executor.reference.request import Completion, FinishReason, Request, SamplingParams, TokenEvent
 from resilient_executor.reference.scheduler import Scheduler, SchedulerConfig
 
-if TYPE_CHECKING:
-    from resilient_executor.supervisor.incidents import Cause
-
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-#: For an incident's first cause to be known, in seconds; only asked for while a request is on trial.
-_CAUSE_S: Final = 15.0
 
 
 class Executor(Protocol):
@@ -337,7 +332,11 @@ class ReferenceEngine:
             if isinstance(pending, Future):
                 pending.exception()
         trial = self._scheduler.on_trial is not None
-        poison = self._scheduler.recompute_all(refused, _cause_of(error) if trial else None)
+        cause = None
+        if trial and isinstance(error, StepLost) and hasattr(self._executor, "incidents"):
+            executor: Any = self._executor
+            cause = await_cause(lambda: executor.incidents, error.epoch)
+        poison = self._scheduler.recompute_all(refused, cause)
         if poison is not None:
             logger.error("request %s has taken its workers along even alone; it is given up, the others go on", poison)
             self._end(poison, FinishReason.ERROR, PoisonRequest(poison))
@@ -355,17 +354,6 @@ class ReferenceEngine:
         output = self._outputs.pop(request_id)
         delta = output.detokenizer.finish()
         self._events.append(TokenEvent(request_id, len(output.token_ids), None, delta, reason, error))
-
-
-def _cause_of(error: Exception) -> Cause | None:
-    """What the workers died of. It is known for certain when the dead are fenced, a moment after the step is lost."""
-    incident = error.incident if isinstance(error, StepLost) else None
-    deadline = time.monotonic() + _CAUSE_S
-    while incident is not None and incident.cause is None and incident.outcome == "open":
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    return incident.cause if incident is not None else None
 
 
 def _is_executors(error: Exception) -> bool:

@@ -18,7 +18,6 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import ModelRunnerOutput
 
 from resilient_executor import (
-    Cause,
     ExecutorConfig,
     ExecutorRecovering,
     ExecutorState,
@@ -30,6 +29,7 @@ from resilient_executor import (
     WorkerSpec,
 )
 from resilient_executor.plans import completed
+from resilient_executor.poison import await_cause
 from resilient_executor.vllm import control_plane, environment
 from resilient_executor.vllm.interrupts import Interrupts
 from resilient_executor.vllm.ledger import RequestLedger
@@ -49,8 +49,6 @@ WORKER: Final = "resilient_executor.vllm.worker:VllmWorker"
 #: Between two looks, in seconds: whether the steps in flight have ended; whether a rebuild has.
 _DRAIN_LOOK_S: Final = 0.001
 _RECOVERY_LOOK_S: Final = 0.01
-#: How long the cause of a death is waited for.
-_CAUSE_S: Final = 15.0
 _NOT_SERVING: Final = (ExecutorState.RECOVERING, ExecutorState.SUSPECT)
 
 
@@ -181,18 +179,13 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
             self._lost_epoch = lost.epoch
             self._ledger.lost()
         return LostStepOutput(
-            Loss(lost.epoch, self._refresh, lambda: self._cause_of(lost.epoch), self._settings.poison_crashes)
+            Loss(
+                lost.epoch,
+                self._refresh,
+                lambda: await_cause(lambda: self._core.incidents, lost.epoch),
+                self._settings.poison_crashes,
+            )
         )
-
-    def _cause_of(self, epoch: int) -> Cause | None:
-        """The first cause of an epoch's death. It is known when its workers are fenced, a moment after the loss."""
-        deadline = time.monotonic() + _CAUSE_S
-        while time.monotonic() < deadline:
-            for incident in reversed(self._core.incidents):
-                if incident.epoch == epoch and incident.cause is not None:
-                    return incident.cause
-            time.sleep(_RECOVERY_LOOK_S)
-        return None
 
     def _refresh(self, scheduler: Any) -> None:
         """The scheduler starts over: bring what only it knows up to date."""

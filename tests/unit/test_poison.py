@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 
 import pytest
 
-from resilient_executor import Cause, CauseKind
-from resilient_executor.poison import Quarantine
+from resilient_executor import Cause, CauseKind, Incident
+from resilient_executor.poison import Quarantine, await_cause
 
 KILLED = Cause(CauseKind.PROCESS_EXIT, signal=signal.SIGKILL)
 SEGFAULT = Cause(CauseKind.PROCESS_EXIT, signal=signal.SIGSEGV)
@@ -79,3 +81,21 @@ def test_it_can_be_switched_off() -> None:
     for _ in range(9):
         assert quarantine.died([("a", 0)], SEGFAULT) is None
     assert quarantine.on_trial is None
+
+
+def test_a_cause_is_waited_for_even_before_there_is_an_incident() -> None:
+    """The step is lost first, the incident opened then, and its cause known at last."""
+    incidents: list[Incident] = []
+    cause = Cause(CauseKind.PROCESS_EXIT, signal=6)
+
+    def happen() -> None:
+        time.sleep(0.05)
+        incidents.extend([Incident(1, 3, 0.0, Cause(CauseKind.FROZEN)), Incident(2, 4, 0.0)])
+        time.sleep(0.05)
+        incidents[1].cause = cause
+
+    thread = threading.Thread(target=happen)
+    thread.start()
+    assert await_cause(lambda: incidents, epoch=4, timeout_s=5.0) is cause
+    thread.join()
+    assert await_cause(lambda: incidents, epoch=5, timeout_s=0.05) is None
