@@ -79,6 +79,7 @@ def test_adapters_added_at_run_time(adapters: list[str]) -> None:
         assert engine.list_loras() == {1}, "a removed one is not"
 
 
+@pytest.mark.long
 def test_pooling_has_no_sampler() -> None:
     with offline(runner="pooling", convert="embed", pipeline_parallel_size=2, max_num_batched_tokens=64) as llm:
         prompts = [f"{LONG} {number}" for number in range(2)] + list(PROMPTS)
@@ -102,6 +103,7 @@ def storage(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_kv_connector(storage: dict[str, Any]) -> None:
     """vLLM's own example: KV on disk outlives the workers, everything else of the connector starts over."""
     from vllm.config import KVTransferConfig
@@ -120,6 +122,7 @@ def test_kv_connector(storage: dict[str, Any]) -> None:
             assert tokens(llm.generate(prompts, greedy(), use_tqdm=False)) == undisturbed
 
 
+@pytest.mark.long
 def test_speculative_decoding() -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with offline(tensor_parallel_size=2, speculative_config=speculation) as llm:
