@@ -88,12 +88,26 @@ def connect(config: ExecutorConfig) -> bool:
     resources: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, needed)}
     try:
         ray.init(
-            address="local", include_dashboard=False, object_store_memory=EMBEDDED_STORE_BYTES, **resources, **common
+            address="local",
+            include_dashboard=False,
+            object_store_memory=EMBEDDED_STORE_BYTES,
+            _system_config=_even_handed(),
+            **resources,
+            **common,
         )
     except BaseException:  # Ctrl-C among them: some of its processes run already
         ray.shutdown()
         raise
     return True
+
+
+def _even_handed() -> dict[str, Any]:
+    """Ray's settings for workers that are as important as their driver, unless the user has set it.
+
+    Ray starts workers with a niceness of 15. The driver, which spins while it waits for them, would take the processor
+    away from them where there are fewer cores than processes: vLLM with TP=2 on two cores ran at 40 % of its speed.
+    """
+    return {} if "RAY_worker_niceness" in os.environ else {"worker_niceness": 0}
 
 
 def _check_same(wanted: str | None, present: str) -> None:

@@ -141,6 +141,7 @@ def _outage(topology: str, kills: int) -> dict[str, Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     llm = _engine("ours", topology)
     core = llm.llm_engine.engine_core.engine_core.model_executor.core
+    _generate(llm)
     undisturbed = _generate(llm)
     machinery, imports, longer = [], [], []
     for kill in range(kills):
