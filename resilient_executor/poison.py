@@ -3,7 +3,8 @@
 A request is suspected when its workers have died twice with it in flight and it has made no progress in between. The
 suspects are then tried apart, one at a time and all alone. One that gets on, alone, is cleared. One that takes its
 workers along, alone, is convicted: at once if the process ended by its own doing (a segmentation fault, an abort, an
-exit), after three times if it was killed from outside or nobody knows, because that may be a coincidence.
+exit), after four times if it was killed from outside or nobody knows, because that may be a coincidence. Where somebody
+kills workers in their rebuilds as well, which no request can do, such deaths prove nothing and count from one again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from resilient_executor.supervisor.incidents import Cause, Incident
 
 #: Deaths alone that convict where the death may have come from outside.
-_COINCIDENCE: Final = 3
+_COINCIDENCE: Final = 4
 #: For a cause to become known, in seconds, and between two looks.
 _CAUSE_S: Final = 15.0
 _CAUSE_LOOK_S: Final = 0.01
@@ -59,12 +60,13 @@ class Quarantine:
         """The request that must run alone now, or None."""
         return self._suspects[0] if self._suspects else None
 
-    def died(self, in_flight: Iterable[tuple[str, int]], cause: Cause | None) -> str | None:
+    def died(self, in_flight: Iterable[tuple[str, int]], cause: Cause | None, stormy: bool = False) -> str | None:
         """Workers have died.
 
         Args:
             in_flight: (request id, number of output tokens) of every request that was in flight, oldest first.
             cause: the first cause of their death, or None if it is not known.
+            stormy: workers have died in the rebuild before it, too; see :func:`died_in_rebuild`.
 
         Returns:
             the request that is convicted of it, or None. It is no longer held.
@@ -80,7 +82,7 @@ class Quarantine:
             else:
                 record.deaths += 1
         if alone is not None:
-            self._records[alone].alone += 1
+            self._records[alone].alone = 1 if stormy else self._records[alone].alone + 1
             if self._records[alone].alone >= (1 if _own_doing(cause) else _COINCIDENCE):
                 self.acquit_all()
                 return alone
@@ -141,3 +143,8 @@ def await_cause(incidents: Callable[[], Sequence[Incident]], epoch: int, timeout
                 return incident.cause
         time.sleep(_CAUSE_LOOK_S)
     return None
+
+
+def died_in_rebuild(incidents: Sequence[Incident], epoch: int) -> bool:
+    """Whether the rebuild that has made ``epoch`` took more than one attempt: a killer is about that is no request."""
+    return any(len(one.epochs_tried) > 1 and one.epochs_tried[-1] == epoch for one in incidents)

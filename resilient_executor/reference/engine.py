@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from resilient_executor.errors import ExecutorFailed, ResilientExecutorError, StepLost
-from resilient_executor.poison import await_cause
+from resilient_executor.poison import await_cause, died_in_rebuild
 from resilient_executor.protocol import RemoteError
 from resilient_executor.reference.detokenizer import Detokenizer, Vocabulary
 from resilient_executor.reference.errors import (
@@ -332,11 +332,12 @@ class ReferenceEngine:
             if isinstance(pending, Future):
                 pending.exception()
         trial = self._scheduler.on_trial is not None
-        cause = None
+        cause, stormy = None, False
         if trial and isinstance(error, StepLost) and hasattr(self._executor, "incidents"):
             executor: Any = self._executor
             cause = await_cause(lambda: executor.incidents, error.epoch)
-        poison = self._scheduler.recompute_all(refused, cause)
+            stormy = died_in_rebuild(executor.incidents, error.epoch)
+        poison = self._scheduler.recompute_all(refused, cause, stormy)
         if poison is not None:
             logger.error("request %s has taken its workers along even alone; it is given up, the others go on", poison)
             self._end(poison, FinishReason.ERROR, PoisonRequest(poison))

@@ -198,12 +198,15 @@ class Scheduler:
         name = self._quarantine.on_trial
         return None if name is None else self._requests[name]  # those that end are forgotten
 
-    def recompute_all(self, refused: SchedulerOutput | None = None, cause: Cause | None = None) -> str | None:
+    def recompute_all(
+        self, refused: SchedulerOutput | None = None, cause: Cause | None = None, stormy: bool = False
+    ) -> str | None:
         """Settle all steps in flight as lost: every live request waits again, to be computed from its first token.
 
         Args:
             refused: a step in flight that the workers never saw, so that its requests are not to blame.
             cause: what the workers died of, as far as it is known; it matters while a request is on trial.
+            stormy: workers had died in the rebuild before, too.
 
         Returns:
             The id of the request that was given up as poison, or None.
@@ -211,7 +214,7 @@ class Scheduler:
         # Several steps may have been in the pipeline; each of them may be the one that took the workers down.
         lost = {scheduled.request_id for step in self._in_flight if step is not refused for scheduled in step.requests}
         blamed = [(r.request_id, len(r.output)) for r in self._by_arrival() if r.request_id in lost]
-        poison = self._quarantine.died(blamed, cause) if blamed else None
+        poison = self._quarantine.died(blamed, cause, stormy) if blamed else None
         if poison is not None:
             del self._requests[poison]
         again = [request for request in self._running if request.request_id in self._requests]

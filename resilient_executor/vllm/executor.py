@@ -29,7 +29,7 @@ from resilient_executor import (
     WorkerSpec,
 )
 from resilient_executor.plans import completed
-from resilient_executor.poison import await_cause
+from resilient_executor.poison import await_cause, died_in_rebuild
 from resilient_executor.vllm import control_plane, environment
 from resilient_executor.vllm.interrupts import Interrupts
 from resilient_executor.vllm.ledger import RequestLedger
@@ -184,6 +184,7 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
                 self._refresh,
                 lambda: await_cause(lambda: self._core.incidents, lost.epoch),
                 self._settings.poison_crashes,
+                died_in_rebuild(self._core.incidents, lost.epoch),
             )
         )
 

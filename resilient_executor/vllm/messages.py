@@ -61,12 +61,14 @@ class Loss:
         refresh: called with the scheduler when it has started over.
         cause: the first cause of the death; waits a moment for it, None if it does not become known.
         poison_crashes: the setting.
+        stormy: workers had died in the rebuild that made this generation, too.
     """
 
     epoch: int
     refresh: Callable[[Any], None]
     cause: Callable[[], Cause | None]
     poison_crashes: int
+    stormy: bool = False
 
 
 class LostStepOutput(ModelRunnerOutput):  # type: ignore[misc]  # vLLM is untyped here

@@ -99,7 +99,8 @@ class LossAware:
         if self._quarantine is None:
             self._quarantine = Quarantine(loss.poison_crashes)
         on_trial = self._quarantine.on_trial
-        convicted = self._quarantine.died(in_flight, loss.cause() if on_trial is not None else None)
+        cause = loss.cause() if on_trial is not None else None
+        convicted = self._quarantine.died(in_flight, cause, loss.stormy)
         if self._quarantine.on_trial is not None and on_trial is None:
             logger.warning("the same requests were in flight at the last deaths; they are tried one by one")
         return convicted

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from resilient_executor import Cause, CauseKind, Incident
-from resilient_executor.poison import Quarantine, await_cause
+from resilient_executor.poison import Quarantine, await_cause, died_in_rebuild
 
 KILLED = Cause(CauseKind.PROCESS_EXIT, signal=signal.SIGKILL)
 SEGFAULT = Cause(CauseKind.PROCESS_EXIT, signal=signal.SIGSEGV)
@@ -53,9 +53,9 @@ def test_a_kill_from_outside_may_be_a_coincidence(cause: Cause | None) -> None:
     quarantine = Quarantine(2)
     for _ in range(2):
         quarantine.died([("innocent", 5), ("poison", 0)], cause)
-    assert quarantine.died([("poison", 0)], cause) is None
-    assert quarantine.died([("poison", 0)], cause) is None
-    assert quarantine.on_trial == "poison"
+    for _ in range(3):
+        assert quarantine.died([("poison", 0)], cause) is None
+        assert quarantine.on_trial == "poison"
     assert quarantine.died([("poison", 0)], cause) == "poison"
 
 
@@ -99,3 +99,19 @@ def test_a_cause_is_waited_for_even_before_there_is_an_incident() -> None:
     assert await_cause(lambda: incidents, epoch=4, timeout_s=5.0) is cause
     thread.join()
     assert await_cause(lambda: incidents, epoch=5, timeout_s=0.05) is None
+
+
+def test_a_killer_who_strikes_in_rebuilds_too_makes_nobody_guilty() -> None:
+    """Kills from outside that hit one request again and again are coincidences then, however many."""
+    quarantine = Quarantine(suspect_after=2)
+    for _ in range(2):
+        assert quarantine.died([("a", 0)], KILLED) is None
+    assert quarantine.on_trial == "a"
+    for _ in range(20):
+        assert quarantine.died([("a", 0)], KILLED, stormy=True) is None
+    assert quarantine.died([("a", 0)], SEGFAULT, stormy=True) == "a", "a crash of its own doing proves it all the same"
+
+
+def test_which_rebuilds_were_stormy() -> None:
+    calm, stormy = Incident(1, 1, 0.0, epochs_tried=[2]), Incident(2, 2, 0.0, epochs_tried=[3, 4, 5])
+    assert [died_in_rebuild([calm, stormy], epoch) for epoch in range(1, 6)] == [False, False, False, False, True]
