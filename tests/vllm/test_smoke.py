@@ -25,7 +25,9 @@ def undisturbed() -> list[list[list[int]]]:
         return tokens(llm.generate(list(PROMPTS), params(), use_tqdm=False))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("tp", "pp"), [(1, 1), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 1), (1, 2), (2, 2)))]
+)
 def test_requests_survive_every_worker(tp: int, pp: int, undisturbed: list[list[list[int]]]) -> None:
     with offline(tensor_parallel_size=tp, pipeline_parallel_size=pp) as llm:
         assert tokens(llm.generate(list(PROMPTS), params(), use_tqdm=False)) == undisturbed
