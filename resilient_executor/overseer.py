@@ -197,6 +197,7 @@ class Overseer:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # Without a bound: a daemon that has nothing to do until there is work; ``stop`` sends None.
         while (work := self._work.get()) is not None:
             try:
                 if isinstance(work, _Rebuild):

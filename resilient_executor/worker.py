@@ -309,7 +309,7 @@ class WorkerActor:
     @ray.method(concurrency_group="sentinel")  # type: ignore[untyped-decorator]  # Ray has no types
     def sentinel(self) -> None:
         """Never returns: the call fails the moment Ray learns that this process is gone."""
-        threading.Event().wait()
+        threading.Event().wait()  # without a bound, on purpose: it ends with the process, and that is the news
 
 
 class _logged:

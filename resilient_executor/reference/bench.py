@@ -154,7 +154,7 @@ def measure_step(rounds: int, steps: int, progress: Callable[[str], None]) -> di
         assert generation.group is not None
         handles = generation.group.handles
         for _ in range(rounds):
-            actor_us.append(_median_us(lambda _: ray.get([h.free_port.remote() for h in handles]), 50))
+            actor_us.append(_median_us(lambda _: ray.get([h.free_port.remote() for h in handles], timeout=60), 50))
             rpc_us.append(_median_us(lambda _: executor.collective_rpc("nothing"), 50))
     return {
         "step_raw_us": statistics.median(raw_us),
@@ -202,7 +202,7 @@ def measure_detection(kills: int, progress: Callable[[str], None]) -> dict[str, 
             time.sleep(0.05)
             began = _kill(executor, rank)
             try:
-                future.result()
+                future.result(60)
             except StepLost:
                 inflight.append(time.monotonic() - began)
             else:

@@ -139,7 +139,7 @@ class _BarePipeline(StepPipeline):
                 future.attach(self, step)
             try:
                 step.references = self._graph.submit(request)
-            except Exception:
+            except Exception:  # the real one has a handler here, too, whose cost belongs to both sides
                 raise
             self._inflight.append(step)
         return step
@@ -155,7 +155,7 @@ class _BarePipeline(StepPipeline):
         try:
             replies = self._graph.fetch(step.references)
             self._check(step, replies)
-        except Exception:
+        except Exception:  # as above
             raise
         if self.condemned:
             raise AssertionError

@@ -285,6 +285,7 @@ class ReferenceEngine:
         result: ModelOutput | None = None
         failure: Exception | None = None
         try:
+            # The executor bounds it: a step ends within ``step_timeout_s``.
             result = pending.result() if isinstance(pending, Future) else pending
         except Exception as error:  # noqa: BLE001 - sorted out below; nothing is swallowed
             failure = error

@@ -113,7 +113,7 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
             tensor_parallel_size=parallel.world_size // parallel.pipeline_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             uses_sampler=config.model_config.runner_type != "pooling",
-            output_aggregator=self._aggregate if self._has_connector else None,
+            output_aggregator=_weakly(self._aggregate) if self._has_connector else None,
             describe_step=self._trace_headers.describe,
             **chosen,
         )
@@ -267,7 +267,10 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
                 self._core.forget_rpc(key)
 
     def _drain(self) -> None:
-        """Wait until no step is in flight: a call must not meet one in the workers, on each rank a different one."""
+        """Wait until no step is in flight: a call must not meet one in the workers, on each rank a different one.
+
+        The executor underneath bounds it: a step ends within ``step_timeout_s``.
+        """
         while any(not future.done() for future in self._inflight):
             time.sleep(_DRAIN_LOOK_S)
 
@@ -302,6 +305,18 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
     def core(self) -> ResilientExecutor:
         """The executor underneath: state, incidents, workers, listeners."""
         return self._core
+
+
+def _weakly(method: Callable[[Sequence[StageOutputs]], ModelRunnerOutput]) -> Callable[[Sequence[StageOutputs]], Any]:
+    """The method without a hold on its object: the core must not keep vLLM's executor alive, see the finalizer."""
+    reference = weakref.WeakMethod(method)
+
+    def call(outputs: Sequence[StageOutputs]) -> ModelRunnerOutput:
+        alive = reference()
+        assert alive is not None, "vLLM has dropped its executor in the middle of a step"
+        return alive(outputs)
+
+    return call
 
 
 class _StepFuture(Future[Any]):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Pictures a second: smooth enough, and a few percent of one core.
 _RATE: Final = 8.0
+#: What the last picture may take, in seconds: a terminal that nobody reads must not hold the demo's end.
+_LAST_FRAME_S: Final = 5.0
 #: Smaller terminals get lines only: columns, rows.
 _SMALLEST: Final = (80, 20)
 #: Width of tables where the output is no terminal, in columns.
@@ -94,7 +96,7 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_LAST_FRAME_S)
 
     def _run(self) -> None:
         try:
