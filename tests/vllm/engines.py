@@ -147,14 +147,16 @@ def core_of(llm: Any) -> Any:
 
 @contextmanager
 def dying(llm: Any, *moments: int, index: int = 0) -> Iterator[list[int]]:
-    """Kill a worker, each time another one, before the given steps of an :func:`offline` engine (0: the first)."""
+    """Kill a worker, each time another one, before the given steps of an :func:`offline` engine (0: the first).
+
+    A step that is asked for while the whole group is being replaced has nobody to lose: the next one has.
+    """
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     execute, left, killed, count = executor.execute_model, sorted(moments), [], itertools.count()
 
     def execute_model(scheduler_output: Any, non_block: bool = False) -> Any:
-        if left and next(count) >= left[0]:
+        if left and next(count) >= left[0] and (pids := workers()):
             left.pop(0)
-            pids = workers()
             pid = pids[(index + len(killed)) % len(pids)]
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
