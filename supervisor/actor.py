@@ -25,7 +25,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from resilient_executor.processes import identify
+from resilient_executor.processes import identify, take_ordinary_priority
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.incidents import CauseKind
@@ -94,6 +94,7 @@ class SupervisorActor:
     """Watches the workers of one epoch. An asyncio actor: nothing in it blocks."""
 
     def __init__(self, settings: WatchSettings) -> None:
+        take_ordinary_priority()
         self._settings = settings
         self._interval_s = settings.heartbeat_interval_s
         self._deadline = settings.step_deadline()

@@ -20,7 +20,7 @@ import ray
 
 from resilient_executor import semaphores, stacks
 from resilient_executor.lease import Lease
-from resilient_executor.processes import ProcessHandle, identify, vitals
+from resilient_executor.processes import ProcessHandle, identify, take_ordinary_priority, vitals
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Vitals
 from resilient_executor.supervisor.stalls import tidy_stacks
 
@@ -53,6 +53,7 @@ class NodeAgent:
     """Watches and fences processes of its own node. An asyncio actor: every wait is a timer or a descriptor."""
 
     def __init__(self) -> None:
+        take_ordinary_priority()
         self._handles: dict[ProcessIdentity, ProcessHandle] = {}
         #: In order of death, each with whether the process died before this agent was told to kill it.
         self._exits: dict[ProcessIdentity, tuple[ExitStatus, bool]] = {}

@@ -168,7 +168,7 @@ class LivenessDetector:
             stopped: its node knows that its process is stopped: no history excuses that.
         """
         self.tick(now)
-        still_s = max(0.0, now - self._still_since)
+        still_s = self.still_s(now)
         if still_s >= self._earliest_s:
             phi = self._history.phi(still_s)
             proven = stopped or phi >= SUSPECT_PHI or still_s >= IN_ANY_CASE * self._dead_s
@@ -177,7 +177,8 @@ class LivenessDetector:
                     Liveness.DEAD, f"no heartbeat for {still_s:.1f} s (limit {self._dead_s:g} s, suspicion {phi:.0f})"
                 )
         silence_s, phi = self.silence_s(now), self.suspicion(now)
-        if silence_s >= self._suspect_s and phi >= SUSPECT_PHI:
+        # However irregular its beats: whoever may be convicted soon is looked at before.
+        if silence_s >= self._suspect_s and (phi >= SUSPECT_PHI or silence_s >= self._dead_s):
             return Verdict(
                 Liveness.SUSPECT,
                 f"no heartbeat for {silence_s:.1f} s (dead at {self._dead_s:g} s, suspicion {phi:.0f})",
@@ -187,6 +188,10 @@ class LivenessDetector:
     def silence_s(self, now: float) -> float:
         """Seconds of silence that count against the worker at ``now``."""
         return max(0.0, now - self._silent_since)
+
+    def still_s(self, now: float) -> float:
+        """Seconds at ``now`` since it was last heard, or seen to run by its node; what does not count is left out."""
+        return max(0.0, now - self._still_since)
 
     def suspicion(self, now: float) -> float:
         """Phi of the silence at ``now``."""

@@ -181,9 +181,12 @@ class Watch:
         return progress is None or progress.phase is not Phase.SERVING or bool(progress.rpc_in_hand)
 
     def _is_proven(self, rank: int, now: float) -> bool:
-        """Whether the node's agent has looked and not seen it run; where it does not answer either, twice the time."""
-        silence_s = self._liveness[rank].silence_s(now)
-        return rank in self._vitals or silence_s >= _UNSEEN * self._settings.heartbeat_timeout_s
+        """Whether the node's agent looked last and did not see it run.
+
+        Where the agent does not answer, or has seen it run and is slow to look again, it takes twice the time.
+        """
+        looked = rank in self._vitals and rank not in self._runs
+        return looked or self._liveness[rank].still_s(now) >= _UNSEEN * self._settings.heartbeat_timeout_s
 
     def silence_s(self, rank: int, now: float) -> float:
         """Seconds since a worker was last heard, whether they count against it or not."""

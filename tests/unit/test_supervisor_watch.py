@@ -114,3 +114,37 @@ def test_a_report_says_what_is_known() -> None:
     assert it.report(0, 3.0).doing() == "has not said anything"
     assert it.report(1, 3.0, SLEEPS).process == "sleeps"
     assert it.silence_s(1, 3.0) == 2.0
+
+
+@pytest.mark.parametrize("every_s", [2.0, 5.0, 8.0])
+def test_an_agent_that_is_slow_to_look_again_proves_nothing(every_s: float) -> None:
+    """It loads with the lock held, and its agent has to wait for a busy processor before each look."""
+    it, now, looked = watch(), 0.0, 0.0
+    it.heard(idle(0, phase=Phase.LOADING), 0.5, 0.001)
+    while now < 100.0:
+        now += TICK
+        it.heard(idle(1), now, 0.001)
+        assert it.judge(now)[0] == []
+        if now - looked >= every_s:
+            looked = now
+            it.saw(0, SLEEPS, now)
+
+
+@given(gaps=st.lists(st.floats(0.5, 9.0), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_nobody_is_convicted_unseen_however_irregular_it_was(gaps: list[float]) -> None:
+    """What is looked at before it may be convicted, and runs, is not frozen (it may be long in its phase)."""
+    it, now = watch(), 0.0
+    for gap in gaps:
+        now += gap
+        for rank in range(2):
+            it.heard(idle(rank, phase=Phase.LOADING), now, 0.001)
+        it.judge(now)
+    end = now + 60.0
+    while now < end:
+        now += TICK
+        it.heard(idle(1), now, 0.001)
+        convictions, suspects = it.judge(now)
+        assert convictions == []
+        if suspects:
+            it.saw(0, SLEEPS, now)
