@@ -82,7 +82,7 @@ def identify(pid: int, node_id: str) -> ProcessIdentity:
 def take_ordinary_priority() -> bool:
     """Undo the niceness that Ray gives to its workers (15), for this whole process; returns whether that was allowed.
 
-    For what watches: beside processes of ordinary priority it would get a thirtieth of a core, too little to be in time.
+    For those who watch: beside processes of ordinary priority they would get a thirtieth of a core, and come too late.
     Only a privileged process may do it.
     """
     try:
