@@ -46,6 +46,8 @@ DEFAULT_ENV_EXCLUDE: Final = (
 #: Parts of ``heartbeat_timeout_s``: the lease of a worker ends before anybody may be convicted for silence.
 LEASE_SHARE: Final = 0.7
 EARLIEST_SHARE: Final = 0.8
+#: ``warm_standbys``: as many on each node as it has ranks.
+EVERY_RANK: Final = "every_rank"
 #: A supervisor that has died is replaced within this, in seconds; its workers must not end themselves meanwhile.
 LEAST_GRACE_S: Final = 5.0
 
@@ -133,6 +135,9 @@ class ExecutorConfig:
         backoff_initial_s, backoff_max_s: pause before the second and later rebuilds in a row, doubling, with jitter.
         avoid_after, avoid_s: a node where so many workers have died within ``avoid_s`` is avoided for as long, if there
             is room elsewhere; 0 avoids none. Needs Ray's label selectors and a placement group of our own.
+        warm_standbys: processes on each node with ranks that have done the engine's imports, and wait to take the place
+            of a dead rank: a number, or ``every_rank`` for as many as the node has ranks. They hold no device, only
+            memory; see docs/operations.md.
         start_attempts: attempts to start before ``StartupError``.
         status_port: TCP port of the operator's endpoint (see docs/operations.md), which only shows; 0 takes any free
             one, None opens none.
@@ -192,6 +197,7 @@ class ExecutorConfig:
     backoff_reset_s: float = 10.0
     avoid_after: int = 3
     avoid_s: float = 600.0
+    warm_standbys: int | str = 0
     start_attempts: int = 3
     status_port: int | None = None
     status_host: str = "127.0.0.1"
@@ -215,6 +221,10 @@ class ExecutorConfig:
             self._check_int(name, at_least=1)
         self._check_int("max_restarts", at_least=0)
         self._check_int("avoid_after", at_least=0)
+        if self.warm_standbys != EVERY_RANK:
+            if isinstance(self.warm_standbys, str):
+                raise ConfigError(f"warm_standbys must be a whole number or {EVERY_RANK!r}, not {self.warm_standbys!r}")
+            self._check_int("warm_standbys", at_least=0)
         if self.status_port is not None:
             self._check_int("status_port", at_least=0)
             if self.status_port > 65535:
@@ -365,7 +375,7 @@ def _parse(variable: str, text: str, hint: str) -> Any:
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.strip().lower()]
         if "float" in hint:
             return float(text)
-        if "int" in hint:
+        if "int" in hint and not ("str" in hint and not text.strip().lstrip("-").isdigit()):
             return int(text)
     except (ValueError, KeyError):
         raise ConfigError(f"{variable}={text!r} cannot be read as {hint}") from None

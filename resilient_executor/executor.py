@@ -388,7 +388,7 @@ class ResilientExecutor:
                 recovery.bury(last, None)
             except Exception as error:  # noqa: BLE001 - the rest must be taken down all the same
                 logger.error("shutdown: %s", error)
-        recovery.release()
+        recovery.end()
         supervision.stop()
 
     def __enter__(self) -> ResilientExecutor:

@@ -39,6 +39,7 @@ from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
 from resilient_executor.pipeline import Judge, StepPipeline
 from resilient_executor.placement import Reservation, has_room_without, reserve, wait_ready
 from resilient_executor.protocol import Phase, StepKind
+from resilient_executor.standbys import Standbys
 from resilient_executor.supervisor.actor import Member
 from resilient_executor.supervisor.avoidance import Avoidance, Death
 from resilient_executor.supervisor.client import Supervision
@@ -96,6 +97,7 @@ class Recovery:
         )
         self._avoidance = Avoidance(after=config.avoid_after, avoid_s=config.avoid_s)
         self.stopping = threading.Event()
+        self.standbys = Standbys(config, variables, supervision.fence)
         self._reservations: list[Reservation] = []
         #: Phases of the first start -> seconds.
         self.start_phases: dict[str, float] = {}
@@ -142,7 +144,13 @@ class Recovery:
             raise StartupError(
                 f"the executor could not be started in {attempts} attempts: {_one_line(error)}"
             ) from error
+        self._in_service()
+
+    def _in_service(self) -> None:
         self._budget.note_success(time.monotonic())
+        current = self._lifecycle.current
+        if current is not None and current.group is not None:
+            self.standbys.serve([info.process.node_id for info in current.group.infos])
 
     def recover(self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]) -> bool:
         """Replace a dead generation, however many attempts the budget allows.
@@ -151,6 +159,7 @@ class Recovery:
             whether there is a new one in service; otherwise the executor has failed, or is being stopped.
         """
         old = dead
+        self.standbys.rest()
         while not self.stopping.is_set():
             decision = self._budget.decide(time.monotonic())
             try:
@@ -162,7 +171,7 @@ class Recovery:
                 self._pause(decision.pause_s)
                 generation = self._build(old, judge, incident)
                 if commit(generation):
-                    self._budget.note_success(time.monotonic())
+                    self._in_service()
                     return True
                 old = generation
             except ExecutorStopped:
@@ -194,7 +203,7 @@ class Recovery:
 
     def _give_up(self, incident: Incident, reason: str) -> bool:
         incident.resolve("failed", time.time())
-        self.release()
+        self.end()
         failure = ExecutorFailed(f"{incident.headline()}; {reason}", incident)
         logger.error("the executor has failed: %s", failure)
         self._lifecycle.move(ExecutorState.FAILED, failure=failure)
@@ -204,6 +213,11 @@ class Recovery:
     def _pause(self, seconds: float) -> None:
         if self.stopping.wait(seconds):
             raise ExecutorStopped("the executor is being shut down")
+
+    def end(self) -> None:
+        """Give back whatever is held beside the generation itself: bundles and standbys. Twice is fine."""
+        self.standbys.stop()
+        self.release()
 
     def release(self) -> None:
         """Give back every bundle that is still held. Twice is fine."""
@@ -299,7 +313,9 @@ class Recovery:
                 raise
         group = new.group = WorkerGroup(new.epoch, config, stopping=self.stopping, telemetry=self._telemetry)
         with self._phase("spawn", incident):
-            group.spawn(reservation)
+            taken = group.spawn(reservation, self.standbys)
+            if incident is not None:
+                incident.standbys = taken
             group.describe(deadline)
         with self._phase("rank", incident):
             group.rank(self._driver_node_id, deadline)

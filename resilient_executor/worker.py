@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 #: Threads of the actor beside the default one. Three for supervision: the supervisor's heartbeat, that of whoever
 #: stands in for it, and a health check may overlap.
 CONCURRENCY_GROUPS = {"supervision": 3, "sentinel": 1}
+#: Added to a standby's niceness while it imports.
+_QUIETLY: int = 10
 #: Between two looks at the lease, in seconds; and between two while the worker waits for a new one.
 _LEASE_LOOK_S = 0.25
 _LEASE_WAIT_S = 0.005
@@ -74,19 +76,66 @@ class WorkerActor:
         self._graph_thread = 0
         #: When the last traced step ended, in ns since the Unix epoch; 0 for none.
         self._idle_since = 0
+        #: Of the bundle whose rank it has taken; None where Ray gave this actor its devices.
+        self._device_ids: tuple[str, ...] | None = None
         threading.Thread(target=self._keep_lease, name="resilient-executor-lease", daemon=True).start()
 
     # -- coming up --------------------------------------------------------------------------------------------------
 
+    def prepare(self, variables: Mapping[str, str], spec: bytes, device_key: str) -> float:
+        """As a standby: do what needs neither a rank nor a device, which is the environment and the engine's imports.
+
+        They run in a thread of their own at a low priority, which ends with it: an ordinary one could not be taken back
+        without privileges.
+
+        Args:
+            variables: see :meth:`init_worker`.
+            spec: see :meth:`init_worker`.
+            device_key: the resource that this worker will take.
+
+        Returns:
+            the seconds that it took.
+        """
+        environment.apply(variables)
+        environment.show_devices(device_key, None)
+        failures: list[Exception] = []
+
+        def imports() -> None:
+            try:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.nice(0) + _QUIETLY))
+                preload(pickle.loads(spec))
+            except Exception as error:  # noqa: BLE001 - the engine's own; raised again below
+                failures.append(error)
+
+        began, thread = time.monotonic(), threading.Thread(target=imports, name="resilient-executor-imports")
+        thread.start()
+        thread.join()  # bounded by whoever waits for this call: it ends this process
+        if failures:
+            raise failures[0]
+        return time.monotonic() - began
+
+    def take_rank(
+        self, created_rank: int, lease_s: float, lease_grace_s: float, device_key: str, devices: tuple[str, ...] | None
+    ) -> None:
+        """As a standby: become a worker, on the devices of a bundle."""
+        self._created_rank = self._rank = created_rank
+        self._lease = Lease(lease_s, lease_grace_s, time.monotonic())
+        self._device_ids = devices or ()
+        if devices is not None:
+            environment.show_devices(device_key, devices)
+        self._enter(Phase.STARTING)
+
     def describe(self) -> WorkerInfo:
         """Who and where this worker is."""
         context = ray.get_runtime_context()
-        devices = [str(i) for ids in context.get_accelerator_ids().values() for i in ids]
+        devices = self._device_ids
+        if devices is None:
+            devices = tuple(str(i) for ids in context.get_accelerator_ids().values() for i in ids)
         return WorkerInfo(
             created_rank=self._created_rank,
             process=processes.identify(os.getpid(), context.get_node_id()),
             node_ip=ray.util.get_node_ip_address(),
-            device_ids=tuple(devices),
+            device_ids=devices,
             actor_id=context.get_actor_id(),
         )
 
@@ -353,6 +402,13 @@ def _capture(
 def _serialized(value: Any) -> Any:
     """What a channel of shared memory would make of ``value``; it takes that as it is."""
     return ray._private.worker.global_worker.get_serialization_context().serialize(value)
+
+
+def preload(spec: WorkerSpec) -> None:
+    """Import a worker's class, and what the class itself knows to be needed: its ``preload``, if it has one."""
+    further = getattr(_resolve(spec.cls), "preload", None)
+    if further is not None:
+        further(**spec.kwargs)
 
 
 def _resolve(cls: str | type) -> type:

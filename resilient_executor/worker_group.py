@@ -29,6 +29,7 @@ from resilient_executor.telemetry.calls import RankAnswer
 from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
 
 if TYPE_CHECKING:
+    from resilient_executor.standbys import Standbys
     from resilient_executor.telemetry.calls import CallTrace
     from resilient_executor.telemetry.recorder import Telemetry
 
@@ -60,22 +61,39 @@ class WorkerGroup:
     #: Set when the executor is being shut down.
     stopping: threading.Event = field(default_factory=threading.Event)
     telemetry: Telemetry | None = None
+    #: Actors that claim the devices of ranks which standbys have taken.
+    holders: list[ActorHandle] = field(default_factory=list)
 
-    def spawn(self, reservation: Reservation) -> None:
-        """Create one actor in each bundle. Returns at once; :meth:`describe` waits for them."""
+    def spawn(self, reservation: Reservation, standbys: Standbys | None = None) -> int:
+        """Create one actor for each bundle, or have a standby take its rank. :meth:`describe` waits for them.
+
+        Returns:
+            how many standbys were taken.
+        """
         remote = ray.remote(
             **worker_options(self.config),
             max_restarts=0,  # a restarted actor would be a stranger with an old name
             concurrency_groups=CONCURRENCY_GROUPS,
             **self.config.ray_remote_args,
         )(WorkerActor)
+        vacancies = standbys.vacancies(reservation) if standbys is not None else []
+        taken = 0
         for created_rank in range(self.config.world_size):
+            if standbys is not None and vacancies:
+                found = standbys.take(vacancies[created_rank], reservation, created_rank)
+                if found is not None:
+                    vacancy, handle = found
+                    self.handles.append(handle)
+                    self.holders += [vacancy.holder] if vacancy.holder is not None else []
+                    taken += 1
+                    continue
             strategy = reservation.strategy(created_rank)
             self.handles.append(
                 remote.options(scheduling_strategy=strategy).remote(
                     created_rank, self.config.lease_s, self.config.lease_grace_s
                 )
             )
+        return taken
 
     def describe(self, deadline: float) -> None:
         """Wait until every worker has said who it is; what those say that came up is kept, whatever the others do.
@@ -103,10 +121,8 @@ class WorkerGroup:
         for handle in self.handles:
             if handle._actor_id.hex() in described:
                 continue
-            row = ray._private.state.actors(handle._actor_id.hex())
-            pid, node_id = row.get("Pid", 0), row.get("Address", {}).get("NodeID", "")
-            if pid and node_id and row.get("State") != "DEAD":
-                known.append(ProcessIdentity(pid, UNKNOWN_START, node_id))
+            if (process := process_of(handle)) is not None:
+                known.append(process)
         return known
 
     def rank(self, driver_node_id: str, deadline: float) -> None:
@@ -269,11 +285,19 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Tell Ray that the actors are over. No proof: see the node agents' ``fence``."""
-        for handle in self.handles:
+        for handle in [*self.handles, *self.holders]:
             try:
                 ray.kill(handle, no_restart=True)
             except RayActorError:
                 continue
+
+
+def process_of(handle: ActorHandle) -> ProcessIdentity | None:
+    """An actor's process as far as Ray knows it; None if it has none, or is dead."""
+    row = ray._private.state.actors(handle._actor_id.hex())
+    pid, node_id = row.get("Pid", 0), row.get("Address", {}).get("NodeID", "")
+    alive = pid and node_id and row.get("State") != "DEAD"
+    return ProcessIdentity(pid, UNKNOWN_START, node_id) if alive else None
 
 
 def first_line(error: BaseException) -> str:

@@ -172,6 +172,7 @@ class Incident:
         resolved_at: wall-clock time of the end, or None.
         outcome: ``open`` until it is resolved.
         report: for a freeze or a stall, what everyone was doing before anybody was killed.
+        standbys: how many ranks of the newest attempt were taken by warm standbys.
     """
 
     number: int
@@ -185,6 +186,7 @@ class Incident:
     outcome: Outcome = "open"
     evidence_dropped: int = 0
     report: StallReport | None = None
+    standbys: int = 0
 
     def add(self, evidence: Evidence) -> None:
         """Keep a piece of evidence. The earliest arrivals are kept: the first cause is among them."""
@@ -212,7 +214,8 @@ class Incident:
         """One line: number, epoch, first cause, outcome."""
         cause = self.cause.describe() if self.cause is not None else "cause not known yet"
         tried = f" after {len(self.epochs_tried)} attempts" if len(self.epochs_tried) > 1 else ""
-        took = "" if self.duration_s is None else f"; {self.outcome} in {self.duration_s:.1f} s{tried}"
+        warm = f", {self.standbys} ranks from warm standbys" if self.standbys else ""
+        took = "" if self.duration_s is None else f"; {self.outcome} in {self.duration_s:.1f} s{tried}{warm}"
         return f"incident {self.number} (epoch {self.epoch}): {cause}{took}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,0 +1,287 @@
+"""Warm standbys: processes that have done their imports, and wait to take the place of a rank.
+
+Most of a cold rebuild is the start of an interpreter and the imports of the engine. A standby has that behind it. It
+holds no device and no bundle: it is placed by node, outside every placement group, so that it outlives the epochs'
+bundles. When a rank is to be created on its node, it takes the rank, and from then on it is a worker like any other:
+it belongs to that epoch, has a lease, and is fenced with it.
+
+One thread sees to them while the executor serves: it makes one at a time, at a low priority, and replaces those that
+die. During a rebuild it stands still. Nothing that happens to a standby is an incident.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import cloudpickle
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from resilient_executor.config import EVERY_RANK, ExecutorConfig
+from resilient_executor.placement import on_node, worker_options
+from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
+from resilient_executor.worker_group import process_of
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from resilient_executor.placement import Reservation
+    from resilient_executor.protocol import ProcessIdentity
+    from resilient_executor.supervisor.agent import Fenced
+
+logger = logging.getLogger(__name__)
+
+#: Between two looks, in seconds; and the pause after a standby that has died, which doubles up to the longest.
+_LOOK_S: Final = 0.5
+_PAUSE_S: Final = 2.0
+_LONGEST_PAUSE_S: Final = 120.0
+#: For the thread to end, and for an answer that is there, in seconds.
+_END_S: Final = 5.0
+#: A rank that is created before it has a number.
+UNRANKED: Final = -1
+
+
+@dataclass
+class Standby:
+    """One process that waits.
+
+    Attributes:
+        node_id: where it is.
+        handle: its actor.
+        alive: a call that fails when the process has ended, and never returns before.
+        prepared: a call that returns when its imports are done; None once they are.
+        since: when it was made, seconds of the monotonic clock.
+    """
+
+    node_id: str
+    handle: ActorHandle
+    alive: Any
+    prepared: Any
+    since: float
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """A bundle that a rank is to be created for, and who holds its device when a standby takes the rank.
+
+    Attributes:
+        node_id: the bundle's node, or "" if it is not known.
+        holder: an actor in the bundle that claims its device; None where the bundle alone does, on CPUs.
+    """
+
+    node_id: str
+    holder: ActorHandle | None = None
+
+
+class DeviceHolder:
+    """Claims a bundle's device for a standby that has taken the bundle's rank. It never touches the device."""
+
+    def devices(self) -> tuple[str, ...]:
+        """The ids that Ray has given to this bundle."""
+        return tuple(str(i) for ids in ray.get_runtime_context().get_accelerator_ids().values() for i in ids)
+
+
+class Standbys:
+    """All standbys of one executor. ``take`` is called by the thread that rebuilds; the refill has one of its own."""
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        variables: Mapping[str, str],
+        fence: Callable[[Sequence[ProcessIdentity]], Sequence[Fenced]],
+    ) -> None:
+        self._config = config
+        self._fence = fence
+        self._variables = dict(variables)
+        self._lock = threading.Lock()
+        self._standbys: list[Standby] = []
+        self._wanted: Mapping[str, int] = {}
+        self._serving = False
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._off = ""
+        self._deaths = 0
+        self._not_before = 0.0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any are wanted."""
+        return self._config.warm_standbys != 0 and not self._off
+
+    def counts(self) -> dict[str, int]:
+        """How many are ready, and how many are being prepared."""
+        with self._lock:
+            ready = sum(standby.prepared is None for standby in self._standbys)
+            return {"ready": ready, "preparing": len(self._standbys) - ready}
+
+    # -- while it serves, and while it does not ----------------------------------------------------------------------
+
+    def serve(self, nodes: Sequence[str]) -> None:
+        """A generation serves: see to it that there are standbys. Does not wait.
+
+        Args:
+            nodes: the node of each of its ranks.
+        """
+        if not self.enabled:
+            return
+        with self._lock:
+            self._wanted = wanted_standbys(self._config, nodes)
+            self._serving = True
+            if self._thread is None and not self._stopping.is_set():
+                self._thread = threading.Thread(target=self._run, name="resilient-executor-standbys", daemon=True)
+                self._thread.start()
+
+    def rest(self) -> None:
+        """A rebuild is going on: make none."""
+        with self._lock:
+            self._serving = False
+
+    def stop(self) -> None:
+        """End them all, and have it proven. Twice is fine."""
+        self._stopping.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+        with self._lock:
+            standbys, self._standbys = self._standbys, []
+        processes = [process for standby in standbys if (process := process_of(standby.handle)) is not None]
+        if alive := [found.process.pid for found in self._fence(processes) if not found.gone]:
+            logger.error("standbys %s could not be proven gone", alive)
+        for standby in standbys:
+            ray.kill(standby.handle, no_restart=True)
+
+    # -- taking -----------------------------------------------------------------------------------------------------
+
+    def vacancies(self, reservation: Reservation) -> list[Vacancy]:
+        """Where the ranks of a reservation will be, in order of creation; none if nobody could take them."""
+        if not self.enabled or not any(self.counts().values()):
+            return []
+        table = ray.util.placement_group_table(reservation.group)
+        nodes = {int(index): str(node) for index, node in table.get("bundles_to_node_id", {}).items()}
+        return [Vacancy(nodes.get(index, "")) for index in reservation.bundle_indices]
+
+    def take(self, vacancy: Vacancy, reservation: Reservation, created_rank: int) -> tuple[Vacancy, ActorHandle] | None:
+        """Have a standby of that node take a rank; those that are ready come first.
+
+        Returns:
+            the vacancy, with whoever holds its device, and the standby's actor, which describes itself like any worker;
+            None if there is no standby.
+        """
+        standby = self._pick(vacancy.node_id)
+        if standby is None:
+            return None
+        config, holder, devices = self._config, None, None
+        if config.device_key != "CPU":
+            # A bundle on CPUs is reserved whoever runs in it; a device has a number, and only an actor in it is told.
+            strategy = reservation.strategy(created_rank)
+            holder = ray.remote(**worker_options(config))(DeviceHolder).options(scheduling_strategy=strategy).remote()
+            devices = holder.devices.remote()
+        standby.handle.take_rank.remote(created_rank, config.lease_s, config.lease_grace_s, config.device_key, devices)
+        return Vacancy(vacancy.node_id, holder), standby.handle
+
+    def _pick(self, node_id: str) -> Standby | None:
+        with self._lock:
+            here = [standby for standby in self._standbys if standby.node_id == node_id]
+            if here:
+                dead, _ = ray.wait([standby.alive for standby in here], num_returns=len(here), timeout=0)
+                here = [standby for standby in here if standby.alive not in dead]
+            if not here:
+                return None
+            chosen = min(here, key=lambda standby: (standby.prepared is not None, standby.since))
+            self._standbys.remove(chosen)
+            return chosen
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_S) and not self._off:
+            try:
+                self._look()
+            except Exception:
+                logger.exception("warm standbys: a look failed; the next one is in %g s", _LONGEST_PAUSE_S)
+                self._not_before = time.monotonic() + _LONGEST_PAUSE_S
+        if self._off:
+            self.rest()
+
+    def _look(self) -> None:
+        """Bury the dead, note who is ready, and make one more if one is missing and none is in the making."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._serving or self._stopping.is_set():
+                return
+            if self._standbys:
+                dead, _ = ray.wait([s.alive for s in self._standbys], num_returns=len(self._standbys), timeout=0)
+                for standby in [s for s in self._standbys if s.alive in dead]:
+                    self._standbys.remove(standby)
+                    self._lost(standby, "its process ended", now)
+            for standby in [s for s in self._standbys if s.prepared is not None]:
+                self._note_prepared(standby, now)
+            present = Counter(standby.node_id for standby in self._standbys)
+            for surplus in [s for s in self._standbys if present[s.node_id] > self._wanted.get(s.node_id, 0)]:
+                present[surplus.node_id] -= 1
+                self._standbys.remove(surplus)
+                ray.kill(surplus.handle, no_restart=True)
+            if now < self._not_before or any(standby.prepared is not None for standby in self._standbys):
+                return
+            lacking = [node for node, number in self._wanted.items() if present[node] < number]
+            if lacking and not self._off:
+                self._standbys.append(self._make(min(lacking, key=lambda node: present[node]), now))
+
+    def _make(self, node_id: str, now: float) -> Standby:
+        remote = ray.remote(
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=0,
+            concurrency_groups=CONCURRENCY_GROUPS,
+            **self._config.ray_remote_args,
+        )(WorkerActor)
+        handle = remote.options(scheduling_strategy=on_node(node_id)).remote(UNRANKED)
+        prepared = handle.prepare.remote(
+            self._variables, cloudpickle.dumps(self._config.worker), self._config.device_key
+        )
+        return Standby(node_id, handle, handle.sentinel.remote(), prepared, now)
+
+    def _note_prepared(self, standby: Standby, now: float) -> None:
+        done, _ = ray.wait([standby.prepared], timeout=0)
+        if not done:
+            if now - standby.since > self._config.loading_timeout_s:
+                self._standbys.remove(standby)
+                ray.kill(standby.handle, no_restart=True)
+                self._lost(standby, f"its imports took longer than {self._config.loading_timeout_s:g} s", now)
+            return
+        try:
+            seconds = ray.get(standby.prepared, timeout=_END_S)
+        except RayTaskError as error:
+            # The next one would meet it again, and so would an ordinary start, which reports it in full.
+            cause = " ".join(str(error.cause or error).split())[:300]
+            self._off = cause
+            logger.warning("no warm standbys: the worker's class cannot be imported ahead: %s", cause)
+            for one in self._standbys:
+                ray.kill(one.handle, no_restart=True)
+            self._standbys.clear()
+        except RayError as error:
+            self._standbys.remove(standby)
+            self._lost(standby, type(error).__name__, now)
+        else:
+            standby.prepared, self._deaths = None, 0
+            logger.info("a warm standby is ready on node %s, after imports of %.1f s", standby.node_id[:8], seconds)
+
+    def _lost(self, standby: Standby, why: str, now: float) -> None:
+        self._deaths += 1
+        pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (self._deaths - 1))
+        self._not_before = now + pause_s
+        logger.warning(
+            "a warm standby on node %s is lost (%s); the next one is made in %.0f s", standby.node_id[:8], why, pause_s
+        )
+
+
+def wanted_standbys(config: ExecutorConfig, nodes: Sequence[str]) -> dict[str, int]:
+    """Node id -> how many standbys it should have: as set, or as many as it has ranks."""
+    if config.warm_standbys == EVERY_RANK:
+        return dict(Counter(nodes))
+    return dict.fromkeys(nodes, int(config.warm_standbys))
