@@ -310,6 +310,11 @@ class ResilientExecutor:
         return tuple(current.group.infos) if current is not None and current.group is not None else ()
 
     @property
+    def standbys(self) -> dict[str, int]:
+        """Warm standbys: how many are ``ready``, and how many are being prepared (``preparing``)."""
+        return self._recovery.standbys.counts() if self._recovery is not None else {"ready": 0, "preparing": 0}
+
+    @property
     def status_url(self) -> str | None:
         """Where the operator's endpoint listens, or None."""
         return self._supervision.status_url if self._supervision is not None else None

@@ -74,8 +74,8 @@ class Event:
     """Something that a listener may want to know.
 
     Attributes:
-        kind: ``state``, ``incident`` (opened), ``phase`` (ended, with ``duration_s``), ``phase_begun``, ``recovered``
-            or ``failed``.
+        kind: ``state``, ``incident`` (opened), ``phase`` (ended, with ``duration_s``), ``phase_begun``, ``recovered``,
+            ``failed``, or ``standbys`` (there are more or fewer).
         at: seconds since the Unix epoch.
         phase: for phases, its name.
         duration_s: for an ended phase, its length; for ``recovered``, from detection to service.

@@ -55,6 +55,7 @@ class Publisher:
             phase_seconds=phases,
             restarts=budget.used,
             max_restarts=budget.max_restarts,
+            standbys=self._recovery.standbys.counts(),
         )
 
 

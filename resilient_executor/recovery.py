@@ -97,7 +97,7 @@ class Recovery:
         )
         self._avoidance = Avoidance(after=config.avoid_after, avoid_s=config.avoid_s)
         self.stopping = threading.Event()
-        self.standbys = Standbys(config, variables, supervision.fence)
+        self.standbys = Standbys(config, variables, supervision.fence, lambda: lifecycle.emit("standbys"))
         self._reservations: list[Reservation] = []
         #: Phases of the first start -> seconds.
         self.start_phases: dict[str, float] = {}

@@ -95,8 +95,10 @@ class Standbys:
         config: ExecutorConfig,
         variables: Mapping[str, str],
         fence: Callable[[Sequence[ProcessIdentity]], Sequence[Fenced]],
+        changed: Callable[[], None],
     ) -> None:
         self._config = config
+        self._changed = changed
         self._fence = fence
         self._variables = dict(variables)
         self._lock = threading.Lock()
@@ -200,8 +202,11 @@ class Standbys:
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S) and not self._off:
+            before = self.counts()
             try:
                 self._look()
+                if self.counts() != before:
+                    self._changed()
             except Exception:
                 logger.exception("warm standbys: a look failed; the next one is in %g s", _LONGEST_PAUSE_S)
                 self._not_before = time.monotonic() + _LONGEST_PAUSE_S

@@ -104,6 +104,8 @@ def render(data: Mapping[str, Any]) -> Group:
         phase = f", phase {data['phase']}" if data["phase"] else ""
         restarts, driver = data["restarts"], data["driver"]
         head.append(f": epoch {data['epoch']}{phase}, restarts {restarts['used']} of {restarts['max']}")
+        if any(data["standbys"].values()):
+            head.append(f", standbys {data['standbys']['ready']} ready")
         head.append(f", driver {driver['pid']}")
         if driver["silent_s"] > 3:
             head.append(f" silent for {driver['silent_s']:.0f} s", style="yellow")

@@ -49,7 +49,8 @@ PAGE: Final = """<!doctype html>
       $("state").textContent = d.state; $("state").className = d.state;
       document.title = d.state + " - " + (d.name || "resilient-executor");
       $("facts").textContent = d.driver ? "epoch " + d.epoch + (d.phase ? ", phase " + d.phase : "")
-        + ", restarts " + d.restarts.used + " of " + d.restarts.max + ", driver " + d.driver.pid
+        + ", restarts " + d.restarts.used + " of " + d.restarts.max
+        + (d.standbys.ready ? ", standbys " + d.standbys.ready + " ready" : "") + ", driver " + d.driver.pid
         + (d.driver.silent_s > 3 ? " silent for " + seconds(d.driver.silent_s) : "") : "";
       table("ranks", ["rank", "node", "devices", "pid", "phase", "doing", "heartbeat", "round trip", "suspicion"],
         d.ranks.map((r) => ({late: r.heartbeat_age_s > 2, cells: [r.rank, r.node, r.devices.join(",") || "CPU", r.pid,

@@ -27,6 +27,7 @@ class News:
         incident_counts: (kind of first cause, outcome) -> how many, since the start.
         phase_seconds: phase of a rebuild -> seconds spent in it, all rebuilds together.
         restarts, max_restarts: how much of the restart budget is used.
+        standbys: warm standbys by condition: ``ready``, ``preparing``.
     """
 
     name: str
@@ -41,6 +42,7 @@ class News:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     restarts: int = 0
     max_restarts: int = 0
+    standbys: Mapping[str, int] = field(default_factory=dict)
 
 
 def status(
@@ -68,6 +70,7 @@ def status(
         "tensor_parallel_size": news.tensor_parallel_size,
         "step_deadline_s": round(watch.deadline.seconds, 3) if watch is not None else None,
         "restarts": {"used": news.restarts, "max": news.max_restarts},
+        "standbys": dict(news.standbys),
         "ranks": [_rank(watch, rank, devices, now) for rank in devices] if watch is not None else [],
         "incident_count": sum(news.incident_counts.values()),
         "incident_counts": [
@@ -131,6 +134,8 @@ def prometheus(data: Mapping[str, Any]) -> str:
             "restarts_in_window", "gauge", "Rebuilds that count against the budget", [({}, data["restarts"]["used"])]
         )
         metric("restarts_allowed", "gauge", "The restart budget", [({}, data["restarts"]["max"])])
+        warm = [({"condition": condition}, count) for condition, count in data["standbys"].items()]
+        metric("standbys", "gauge", "Warm standbys by condition", warm)
         counts = [({"kind": c["kind"], "outcome": c["outcome"]}, c["count"]) for c in data["incident_counts"]]
         metric("incidents_total", "counter", "Incidents by first cause and outcome", counts)
         spent = [({"phase": phase}, seconds) for phase, seconds in data["recovery_seconds"].items()]

@@ -34,7 +34,8 @@ from resilient_executor import (
     StepLost,
     WorkerSpec,
 )
-from resilient_executor.reference import WORKER, ReferenceEngine, SamplingParams
+from resilient_executor.reference import WORKER
+from resilient_executor.reference.bench_outage import measure_outage
 
 #: Calls of the reference engine that new workers must get again.
 JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
@@ -242,56 +243,6 @@ def _run_through(executor: ResilientExecutor) -> None:
             continue
 
 
-# -- how long a death is felt -----------------------------------------------------------------------------------------
-
-
-def measure_outage(kills: int, starts: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Cold starts of the reference workers, and deaths under their engine, in turns."""
-    cold, outages = [], []
-    phases: dict[str, list[float]] = {}
-    start_phases: dict[str, list[float]] = {}
-    for start in range(starts):
-        with ResilientExecutor(config_for(WorkerSpec(WORKER), rpc_policies=JOURNALLED)) as executor:
-            cold.append(sum(executor.start_phases.values()))
-            for name, seconds in executor.start_phases.items():
-                start_phases.setdefault(name, []).append(seconds)
-            progress(f"cold start {start + 1} of {starts}: {cold[-1]:.2f} s")
-            engine = ReferenceEngine(executor)
-            for number in range(kills // starts):
-                outages.append(_outage(executor, engine, rank=number % (_TP * _PP)))
-                for name, seconds in executor.incidents[-1].phases.items():
-                    phases.setdefault(name, []).append(seconds)
-                progress(f"outage {len(outages)} of {kills}: {outages[-1]:.2f} s, death to next token")
-    cold_s, outage_s = statistics.median(cold), statistics.median(outages)
-    return {
-        "cold_start_s": cold_s,
-        "cold_start_phases_s": {name: statistics.median(values) for name, values in start_phases.items()},
-        "outage_p50_s": outage_s,
-        "outage_max_s": max(outages),
-        "outage_over_cold_start": outage_s / cold_s,
-        "outage_phases_s": {name: statistics.median(values) for name, values in phases.items()},
-    }
-
-
-def _outage(executor: ResilientExecutor, engine: ReferenceEngine, rank: int) -> float:
-    """Seconds from the kill of a serving worker to the next token that reaches the engine's caller."""
-    engine.add_request("It was a fine evening, and", SamplingParams(max_tokens=200, ignore_eos=True))
-    killed: float | None = None
-    epoch = executor.epoch
-    took: float | None = None
-    for tokens, event in enumerate(engine.stream(), start=1):
-        if event.error is not None:
-            raise event.error
-        if tokens == 20:
-            killed = _kill(executor, rank)
-        if killed is not None and took is None and executor.epoch > epoch:
-            took = time.monotonic() - killed
-            engine.abort(event.request_id)
-    if took is None:
-        raise RuntimeError("the kill was not felt: the request ended before it")
-    return took
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -314,12 +265,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     def progress(text: str) -> None:
         console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False)
 
+    def configure(worker: WorkerSpec, **settings: Any) -> ExecutorConfig:
+        return config_for(worker, rpc_policies=JOURNALLED, **settings)
+
     began = time.monotonic()
     try:
         results: dict[str, Any] = {
             **measure_step(options.rounds, options.steps, progress),
             **measure_detection(options.kills, progress),
-            **measure_outage(options.outages, options.starts, progress),
+            **measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
         }
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
