@@ -306,13 +306,12 @@ class ResilientExecutor:
     @property
     def workers(self) -> tuple[protocol.WorkerInfo, ...]:
         """The workers of the newest epoch in rank order; fewer while they come up."""
-        current = self._lifecycle.current
-        return tuple(current.group.infos) if current is not None and current.group is not None else ()
+        return self._lifecycle.worker_infos()
 
     @property
     def standbys(self) -> dict[str, int]:
         """Warm standbys: how many are ``ready``, and how many are being prepared (``preparing``)."""
-        return self._recovery.standbys.counts() if self._recovery is not None else {"ready": 0, "preparing": 0}
+        return self._recovery.standbys.counts() if self._recovery is not None else {}
 
     @property
     def status_url(self) -> str | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from resilient_executor.executor import ResilientExecutor
     from resilient_executor.graph import StepGraph
     from resilient_executor.pipeline import StepPipeline
+    from resilient_executor.protocol import WorkerInfo
     from resilient_executor.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,11 @@ class Lifecycle:
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """Have ``listener`` called with every event, in the thread where it happens; it must be quick."""
         self._listeners.append(listener)
+
+    def worker_infos(self) -> tuple[WorkerInfo, ...]:
+        """The workers of the newest generation in rank order; fewer while they come up."""
+        group = self.current.group if self.current is not None else None
+        return tuple(group.infos) if group is not None else ()
 
     def emit(
         self,

@@ -7,7 +7,6 @@ the lease. The module imports neither torch nor an engine: a worker can say who 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -34,11 +33,11 @@ from resilient_executor.protocol import (
     StaleEpoch,
     StepKind,
     Worker,
-    WorkerException,
     WorkerInfo,
     WorkerSpec,
 )
 from resilient_executor.telemetry import logs, propagation
+from resilient_executor.worker_support import capture, logged, preload, resolve, serialized
 
 logger = logging.getLogger(__name__)
 
@@ -173,20 +172,20 @@ class WorkerActor:
         self._enter(Phase.LOADING)
         logs.install()
         logs.identify(self._epoch, self._rank)
-        with _logged(self, "init_worker", -1, trace_context) as began:
+        with logged(self, "init_worker", -1, trace_context) as began:
             loaded: WorkerSpec = pickle.loads(spec)
-            self._worker = _resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
+            self._worker = resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
         return began, time.time_ns()
 
     def init_device(self, trace_context: bytes = b"") -> tuple[int, int]:
         """Let the engine's worker select its device and join its process group."""
-        with _logged(self, "init_device", -1, trace_context) as began:
+        with logged(self, "init_device", -1, trace_context) as began:
             self._engine_worker().init_device()
         return began, time.time_ns()
 
     def load_model(self, trace_context: bytes = b"") -> tuple[int, int]:
         """Let the engine's worker load its weights."""
-        with _logged(self, "load_model", -1, trace_context) as began:
+        with logged(self, "load_model", -1, trace_context) as began:
             self._engine_worker().load_model()
         return began, time.time_ns()
 
@@ -240,7 +239,7 @@ class WorkerActor:
                 f"call {envelope.call_id} is of epoch {envelope.epoch}; rank {self._rank} is of {self._epoch}"
             )
         name = envelope.method if isinstance(envelope.method, str) else "a callable"
-        with _logged(self, name, envelope.call_id, envelope.trace_context) as began:
+        with logged(self, name, envelope.call_id, envelope.trace_context) as began:
             self._rpc_in_hand = name
             try:
                 args, kwargs = pickle.loads(envelope.arguments)
@@ -288,12 +287,12 @@ class WorkerActor:
             assignment = self._assignment
             assert assignment is not None  # the epoch matched, so init_worker has run
             if assignment.pp_rank < assignment.pp_size - 1:
-                return _serialized((request, result, trail)) if serialize else (request, result, trail)
+                return serialized((request, result, trail)) if serialize else (request, result, trail)
             return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None, trail)
         except Exception as error:  # noqa: BLE001 - the engine's own, whatever it is
             self._failed_step = step_id
             times = (self._idle_since, began, time.time_ns()) if began else (0, 0, 0)
-            raise _capture(self, error, "execute_stage", step_id, times) from None
+            raise capture(self, error, "execute_stage", step_id, times) from None
         finally:
             if began:
                 propagation.detach(token)
@@ -364,61 +363,3 @@ class WorkerActor:
     def sentinel(self) -> None:
         """Never returns: the call fails the moment Ray learns that this process is gone."""
         threading.Event().wait()  # without a bound, on purpose: it ends with the process, and that is the news
-
-
-class _logged:
-    """Turns an exception of the engine's worker into one log line here and a WorkerException for the caller.
-
-    What runs in it belongs to the trace of its caller; entering gives the time, in nanoseconds since the Unix epoch.
-    """
-
-    def __init__(self, actor: WorkerActor, operation: str, call_id: int, trace_context: bytes = b"") -> None:
-        self._actor, self._operation, self._call_id = actor, operation, call_id
-        self._trace_context, self._began = trace_context, 0
-
-    def __enter__(self) -> int:
-        self._token = propagation.attach(self._trace_context) if self._trace_context else None
-        self._began = time.time_ns()
-        return self._began
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            if isinstance(error, Exception):
-                times = (0, self._began, time.time_ns())
-                raise _capture(self._actor, error, self._operation, self._call_id, times) from None
-        finally:
-            if self._trace_context:
-                propagation.detach(self._token)
-
-
-def _capture(
-    actor: WorkerActor, error: Exception, operation: str, call_id: int, times: tuple[int, int, int]
-) -> WorkerException:
-    """Log the error where its traceback is, with rank, epoch and step or call, and wrap it for the caller."""
-    logger.error(
-        "rank %d, epoch %d: %s (id %d) raised %s; peers that wait for this rank in a collective may wait for ever",
-        actor._rank, actor._epoch, operation, call_id, type(error).__name__, exc_info=error,
-    )  # fmt: skip
-    wrapped = WorkerException.capture(error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation)
-    wrapped.times = times
-    return wrapped
-
-
-def _serialized(value: Any) -> Any:
-    """What a channel of shared memory would make of ``value``; it takes that as it is."""
-    return ray._private.worker.global_worker.get_serialization_context().serialize(value)
-
-
-def preload(spec: WorkerSpec) -> None:
-    """Import a worker's class, and what the class itself knows to be needed: its ``preload``, if it has one."""
-    further = getattr(_resolve(spec.cls), "preload", None)
-    if further is not None:
-        further(**spec.kwargs)
-
-
-def _resolve(cls: str | type) -> type:
-    """Import ``"package.module:ClassName"``."""
-    if not isinstance(cls, str):
-        return cls
-    module, _, name = cls.partition(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # a class, by contract

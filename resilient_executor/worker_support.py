@@ -1,0 +1,76 @@
+"""What the worker actor needs around its engine's worker: errors that name who raised them, imports, serialisation."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from resilient_executor.protocol import WorkerException, WorkerSpec
+from resilient_executor.telemetry import propagation
+
+if TYPE_CHECKING:
+    from resilient_executor.worker import WorkerActor
+
+logger = logging.getLogger("resilient_executor.worker")
+
+
+class logged:
+    """Turns an exception of the engine's worker into one log line here and a WorkerException for the caller.
+
+    What runs in it belongs to the trace of its caller; entering gives the time, in nanoseconds since the Unix epoch.
+    """
+
+    def __init__(self, actor: WorkerActor, operation: str, call_id: int, trace_context: bytes = b"") -> None:
+        self._actor, self._operation, self._call_id = actor, operation, call_id
+        self._trace_context, self._began = trace_context, 0
+
+    def __enter__(self) -> int:
+        self._token = propagation.attach(self._trace_context) if self._trace_context else None
+        self._began = time.time_ns()
+        return self._began
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if isinstance(error, Exception):
+                times = (0, self._began, time.time_ns())
+                raise capture(self._actor, error, self._operation, self._call_id, times) from None
+        finally:
+            if self._trace_context:
+                propagation.detach(self._token)
+
+
+def capture(
+    actor: WorkerActor, error: Exception, operation: str, call_id: int, times: tuple[int, int, int]
+) -> WorkerException:
+    """Log the error where its traceback is, with rank, epoch and step or call, and wrap it for the caller."""
+    logger.error(
+        "rank %d, epoch %d: %s (id %d) raised %s; peers that wait for this rank in a collective may wait for ever",
+        actor._rank, actor._epoch, operation, call_id, type(error).__name__, exc_info=error,
+    )  # fmt: skip
+    wrapped = WorkerException.capture(error, epoch=actor._epoch, call_id=call_id, rank=actor._rank, operation=operation)
+    wrapped.times = times
+    return wrapped
+
+
+def serialized(value: Any) -> Any:
+    """What a channel of shared memory would make of ``value``; it takes that as it is."""
+    return ray._private.worker.global_worker.get_serialization_context().serialize(value)
+
+
+def preload(spec: WorkerSpec) -> None:
+    """Import a worker's class, and what the class itself knows to be needed: its ``preload``, if it has one."""
+    further = getattr(resolve(spec.cls), "preload", None)
+    if further is not None:
+        further(**spec.kwargs)
+
+
+def resolve(cls: str | type) -> type:
+    """Import ``"package.module:ClassName"``."""
+    if not isinstance(cls, str):
+        return cls
+    module, _, name = cls.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # a class, by contract
