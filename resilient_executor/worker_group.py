@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from resilient_executor import measurements, ranks
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import RpcTimeout, WorkerStartError
+from resilient_executor.injection import ChaosWorkerActor
 from resilient_executor.journal import JournalEntry
 from resilient_executor.placement import Reservation, worker_options
 from resilient_executor.processes import UNKNOWN_START
@@ -68,7 +69,7 @@ class WorkerGroup:
             max_restarts=0,  # a restarted actor would be a stranger with an old name
             concurrency_groups=CONCURRENCY_GROUPS,
             **self.config.ray_remote_args,
-        )(WorkerActor)
+        )(ChaosWorkerActor if self.config.allow_chaos else WorkerActor)
         for created_rank in range(self.config.world_size):
             strategy = reservation.strategy(created_rank)
             self.handles.append(
