@@ -24,6 +24,8 @@ TRANSITIONS: Final[Mapping[str, frozenset[str]]] = {
     "FAILED": frozenset({"STOPPED"}),
     "STOPPED": frozenset(),
 }
+#: Phases that no rebuild can do without.
+REBUILD: Final = frozenset({"fence", "tear_down", "place", "spawn", "compile", "warm_up"})
 #: Clocks of one machine, and a line that is written a little after what it tells.
 SLACK_S: Final = 0.5
 #: An incident may have its cause so long before it where nothing else bounds it: a silent worker, a stalled step.
@@ -74,6 +76,14 @@ class Verdict:
     def survived(self) -> int:
         """Faults that were survived."""
         return sum(fault.survived for fault in self.faults)
+
+    def headline(self) -> str:
+        """One line."""
+        return (
+            f"{len(self.faults)} faults, {self.survived} survived; {self.requests} requests, {self.requests_failed} "
+            f"failed; {self.tokens} tokens, {self.tokens_lost} lost, {self.tokens_repeated} repeated, "
+            f"{self.tokens_changed} changed; {len(self.leaks)} leaks"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, the numbers that everyone asks for first."""
@@ -207,6 +217,10 @@ def _states(history: Sequence[Line], verdict: Verdict) -> None:
         if state not in TRANSITIONS:
             wrong.append(f"state {state} is none")
             continue
+        if state == "FAILED":
+            wrong.append("it FAILED")
+        if not before and state not in ("STARTING", "HEALTHY"):
+            wrong.append(f"the first state was {state}")
         if before and state not in TRANSITIONS[before]:
             wrong.append(f"it went from {before} to {state}")
         if line["epoch"] < epoch:
@@ -221,7 +235,9 @@ def _states(history: Sequence[Line], verdict: Verdict) -> None:
 def intervals(history: Sequence[Line], states: frozenset[str]) -> list[tuple[float, float]]:
     """When it was in one of ``states``, as (from, to)."""
     lines = of_kind(history, "state")
-    ends = [line["t"] for line in lines[1:]] + [history[-1]["t"] if history else 0.0]
+    if not lines:
+        return []
+    ends = [line["t"] for line in lines[1:]] + [history[-1]["t"]]
     return [(line["t"], end) for line, end in zip(lines, ends, strict=True) if line["state"] in states]
 
 
@@ -234,6 +250,10 @@ def _incidents(history: Sequence[Line], verdict: Verdict) -> None:
     for line in resolved:
         if line["outcome"] != "recovered":
             wrong.append(f"incident {line['number']} ended with {line['outcome']}: {line['cause']}")
+    states = [line["state"] for line in of_kind(history, "state")]
+    again = sum(before == "RECOVERING" and after == "HEALTHY" for before, after in pairwise(states))
+    if again != sum(line["outcome"] == "recovered" for line in resolved):
+        wrong.append(f"it came back {again} times; its incidents say otherwise")
     recoveries = len([1 for line in of_kind(history, "state") if line["state"] == "RECOVERING"])
     if recoveries != len(opened):
         wrong.append(f"it was RECOVERING {recoveries} times, with {len(opened)} incidents")
@@ -258,10 +278,11 @@ def _faults(history: Sequence[Line], verdict: Verdict) -> None:
     ends = {line["number"]: line for line in of_kind(history, "resolved")}
     incidents = of_kind(history, "incident")
     failed = any(line["state"] == "FAILED" for line in of_kind(history, "state"))
-    for strike in of_kind(history, "fault"):
+    strikes = of_kind(history, "fault")
+    for strike in strikes:
         report = FaultReport(strike["number"], strike["text"], strike["at"])
         verdict.faults.append(report)
-        incident = _incident_of(strike, incidents, ends)
+        incident = _incident_of(strike, strikes, incidents, ends)
         if incident is not None:
             end = ends.get(incident["number"])
             report.felt = True
@@ -270,6 +291,8 @@ def _faults(history: Sequence[Line], verdict: Verdict) -> None:
             if end is not None:
                 report.outage_s = round(max(0.0, end["t"] - strike["at"]), 3)
                 report.phases = _phases(history, incident["detected_at"], end["t"])
+                if missing := sorted(REBUILD - report.phases.keys()):
+                    verdict.problems.append(f"the rebuild after fault {report.number} had no phase {missing}")
         report.survived = report.survived and not (failed and incident is None)
         if strike["felt"] and incident is None:
             report.survived = False
@@ -291,18 +314,23 @@ def _calls(history: Sequence[Line], verdict: Verdict) -> None:
     verdict.problems += [f"the collective RPC of {one} was not answered once" for one, left in wanted.items() if left]
 
 
-def _incident_of(strike: Line, incidents: Sequence[Line], ends: Mapping[int, Line]) -> Line | None:
-    """The incident that was open when the fault came, or the next one that may be its."""
+def _incident_of(
+    strike: Line, strikes: Sequence[Line], incidents: Sequence[Line], ends: Mapping[int, Line]
+) -> Line | None:
+    """The incident that was open when the fault came; else the next one, if no newer fault may have made it."""
     if strike["felt"] is False:
         return None
     for incident in incidents:
         end = ends.get(incident["number"])
-        over = end["t"] if end is not None else float("inf")
-        if (
-            strike["at"] <= over
-            and incident["detected_at"] <= strike["at"] + max(strike["detect_s"], 1.0) + MOST_DETECT_S
-        ):
+        if end is not None and strike["at"] > end["t"]:
+            continue
+        if incident["detected_at"] <= strike["at"]:
             return incident
+        newer = [s for s in strikes if strike["at"] < s["at"] <= incident["detected_at"] and s["felt"] is not False]
+        waited = incident["detected_at"] - strike["at"]
+        if strike["felt"] or (not newer and waited <= strike["detect_s"] + SLACK_S):
+            return incident
+        return None
     return None
 
 
@@ -321,6 +349,8 @@ def _health(history: Sequence[Line], verdict: Verdict) -> None:
     down = intervals(history, frozenset({"RECOVERING", "FAILED"}))
     up = intervals(history, frozenset({"HEALTHY"}))
     strikes = of_kind(history, "fault")
+    if not of_kind(history, "health"):
+        verdict.problems.append("nobody asked for health")
     for line in of_kind(history, "health"):
         began, ended = line["began"], line["t"]
         if line["ok"] and any(since + SLACK_S < began and ended < until - SLACK_S for since, until in down):
