@@ -82,11 +82,25 @@ def connect(address: str = "auto", namespace: str = DEFAULT_NAMESPACE) -> bool:
     """
     if ray.is_initialized():
         return False
+    _use_token()
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise NotFound(f"no Ray cluster answers at {address!r}: {error}") from None
     return True
+
+
+def _use_token() -> None:
+    """Show this user's token, where there is one and nobody has said otherwise (``RAY_AUTH_MODE``).
+
+    Ray does so for ``auto``, and for the clusters that it starts; for an explicit address it does not, and is refused.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as setup
+
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except (ImportError, AttributeError):
+        return  # a Ray without tokens
 
 
 def executors() -> list[tuple[str, str]]:
