@@ -43,7 +43,9 @@ def fault(
         seed: decides what is left to chance.
         protect: ranks that are never hit.
         exit_code: for ``exit``.
-        name, namespace, address: the executor's.
+        name: the executor's.
+        namespace: its Ray namespace.
+        address: of its Ray cluster.
         configuration: the experiment's; not used.
 
     Returns:

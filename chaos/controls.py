@@ -1,4 +1,4 @@
-"""A control for the Chaos Toolkit: heals what an experiment has stopped, however it ends, and says what was expected."""
+"""A control for the Chaos Toolkit: says what is expected, and heals what an experiment has stopped."""
 
 from __future__ import annotations
 

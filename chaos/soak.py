@@ -348,7 +348,9 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
     history = options.history or options.json.with_suffix(".jsonl")
     wanted = [Kind(kind) for kind in options.kinds.split(",") if kind]
-    kinds = {kind: MIXTURE.get(kind, 1) for kind in wanted} or MIXTURE
+    kinds = {kind: MIXTURE.get(kind, 1) for kind in wanted} or dict(MIXTURE)
+    if options.engine == "vllm" and not wanted:  # an exception in a step is the end of vLLM's engine
+        kinds = {kind: weight for kind, weight in kinds.items() if kind not in (Kind.RAISE, Kind.RAISE_UNPICKLABLE)}
     command = f"make soak MINUTES={options.minutes:g} FAULTS={options.faults} ENGINE={options.engine} SEED={seed}"
     print(command, flush=True)
     soak = Soak(

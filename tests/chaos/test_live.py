@@ -43,7 +43,8 @@ class Server:
         """Run ``resilient-chaos``."""
         command = [sys.executable, "-m", "resilient_executor.chaos.cli", *arguments]
         return subprocess.run(
-            [*command, "--address", self.address, "--name", self.name], capture_output=True, text=True, timeout=150, check=False,
+            [*command, "--address", self.address, "--name", self.name],
+            capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
 
     def experiment(self, name: str, journal: Path) -> dict[str, Any]:
