@@ -129,5 +129,5 @@ def make(engine: str, name: str = "soak") -> Arena:
     if engine == "vllm":
         from resilient_executor.vllm.soak import VllmArena
 
-        return VllmArena(name)
+        return VllmArena(name, SETTINGS, Out)
     raise ValueError(f"there is no engine {engine!r}; choose reference or vllm")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from resilient_executor import ResilientExecutor
-    from resilient_executor.chaos.arenas import Out
 
 _CHECKPOINT: Final = str(Path(__file__).parent.parent / "reference" / "checkpoint")
 _PROMPTS: Final = ("It was a fine evening, and", "The house stood on", "My dear Emma,", "She could not")
@@ -25,17 +24,18 @@ _SMALL: Final = {
 
 
 class VllmArena:
-    """See :class:`resilient_executor.chaos.arenas.Arena`."""
+    """See ``Arena`` in the chaos kit, which stands above this room: its settings and its ``Out`` are handed down."""
 
     harmless = "check_health"
 
-    def __init__(self, name: str = "soak", pipeline_parallel_size: int = 2) -> None:
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], out: Callable[..., Any], pipeline_parallel_size: int = 2
+    ) -> None:
         os.environ.update(_SMALL)
         from vllm import LLM
 
-        from resilient_executor.chaos.arenas import SETTINGS
-
-        settings = {**SETTINGS, "name": name, "step_deadline_first_s": 30.0}
+        settings = {**settings, "name": name, "step_deadline_first_s": 30.0}
+        self._out = out
         self._llm = LLM(
             model=_CHECKPOINT,
             dtype="float32",  # greedy tokens do not depend on the batch
@@ -69,10 +69,8 @@ class VllmArena:
         prompt: Any = {"prompt_token_ids": self._tokenizer.encode(_PROMPTS[workload % len(_PROMPTS)])}
         self._engine.add_request(request_id, prompt, params)
 
-    def step(self) -> Iterator[Out]:
+    def step(self) -> Iterator[Any]:
         """One step of the engine."""
-        from resilient_executor.chaos.arenas import Out
-
         for output in self._engine.step():
             [sample] = output.outputs
             finish = str(sample.finish_reason or "") if output.finished else ""
@@ -81,10 +79,10 @@ class VllmArena:
                 index = self._counts[output.request_id]
                 self._counts[output.request_id] += 1
                 last = finish if place == len(tokens) - 1 else ""
-                yield Out(output.request_id, token, index, last, finish if last in ("error", "abort") else "")
+                yield self._out(output.request_id, token, index, last, finish if last in ("error", "abort") else "")
             if finish and not tokens:
                 error = finish if finish in ("error", "abort") else ""
-                yield Out(output.request_id, None, self._counts[output.request_id], finish, error)
+                yield self._out(output.request_id, None, self._counts[output.request_id], finish, error)
 
     @property
     def lost_steps(self) -> int:
