@@ -24,7 +24,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format campaign bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
+.PHONY: help venv demo test lint format campaign soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,11 @@ lint: venv  ## Style, format, types and import rules
 format: venv  ## Repair style and format where that can be done without thought
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+soak: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP),venv)  ## Mixed faults under a serving engine (MINUTES=10 FAULTS=300 ENGINE=reference|vllm SEED=...)
+	@mkdir -p build
+	$(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))/python -m resilient_executor.chaos.soak --json build/soak.json \
+		--minutes $(or $(MINUTES),10) $(if $(FAULTS),--faults $(FAULTS)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(SEED),--seed $(SEED))
 
 campaign: venv  ## A hundred SIGKILLs at random moments (KILLS=100 SEED=...)
 	KILLS=$(or $(KILLS),100) $(if $(SEED),SEED=$(SEED)) $(BIN)/pytest -s tests/integration/test_kill_campaign.py

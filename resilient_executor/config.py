@@ -145,6 +145,8 @@ class ExecutorConfig:
         status_port: TCP port of the operator's endpoint (see docs/operations.md), which only shows; 0 takes any free
             one, None opens none.
         status_host: the address that it listens at, on the driver's node. It has no access control.
+        allow_chaos: workers can be told to fail from inside (see docs/chaos.md). For tests and game days; killing and
+            stopping processes from outside needs no permission.
     """
 
     worker: WorkerSpec
@@ -206,6 +208,7 @@ class ExecutorConfig:
     start_attempts: int = 3
     status_port: int | None = None
     status_host: str = "127.0.0.1"
+    allow_chaos: bool = False
 
     def __post_init__(self) -> None:
         """Normalise and check."""

@@ -60,14 +60,14 @@ class Publisher:
 
 
 def publish(config: ExecutorConfig, lifecycle: Lifecycle, recovery: Recovery, supervision: Supervision) -> None:
-    """Open the endpoint, where one is configured, and tell it everything from now on.
+    """Tell the supervisor everything from now on; open its endpoint, where one is configured.
 
     Raises:
         ConfigError: its address cannot be listened at.
     """
     if config.status_port is not None:
         supervision.open_endpoint()
-        Publisher(config, lifecycle, recovery, supervision.tell)
+    Publisher(config, lifecycle, recovery, supervision.tell)
 
 
 def _kind(incident: Incident) -> str:

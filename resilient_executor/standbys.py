@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from resilient_executor.config import EVERY_RANK, ExecutorConfig
+from resilient_executor.injection import ChaosWorkerActor
 from resilient_executor.placement import on_node, worker_options
 from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
 from resilient_executor.worker_group import process_of
@@ -244,7 +245,7 @@ class Standbys:
             max_restarts=0,
             concurrency_groups=CONCURRENCY_GROUPS,
             **self._config.ray_remote_args,
-        )(WorkerActor)
+        )(ChaosWorkerActor if self._config.allow_chaos else WorkerActor)
         handle = remote.options(scheduling_strategy=on_node(node_id)).remote(UNRANKED)
         prepared = handle.prepare.remote(
             self._variables, cloudpickle.dumps(self._config.worker), self._config.device_key

@@ -22,6 +22,7 @@ from resilient_executor import doorbell, measurements, ranks
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.doorbell import BellPlan
 from resilient_executor.errors import RpcTimeout, WorkerStartError
+from resilient_executor.injection import ChaosWorkerActor
 from resilient_executor.journal import JournalEntry
 from resilient_executor.placement import Reservation, worker_options
 from resilient_executor.processes import UNKNOWN_START
@@ -76,7 +77,7 @@ class WorkerGroup:
             max_restarts=0,  # a restarted actor would be a stranger with an old name
             concurrency_groups=CONCURRENCY_GROUPS,
             **self.config.ray_remote_args,
-        )(WorkerActor)
+        )(ChaosWorkerActor if self.config.allow_chaos else WorkerActor)
         vacancies = standbys.vacancies(reservation) if standbys is not None else []
         taken = 0
         for created_rank in range(self.config.world_size):

@@ -302,6 +302,19 @@ class SupervisorActor:
             return ["no workers are watched now"]
         return (await self._report(self._watch, (), "asked for")).lines()
 
+    async def roster(self) -> dict[str, Any]:
+        """Everyone who belongs to this executor, for the chaos kit: what ``status`` says, processes and handles."""
+        return {
+            "epoch": self._epoch,
+            "status": self._status(),
+            "supervisor": identify(os.getpid(), ray.get_runtime_context().get_node_id()),
+            "workers": [
+                {"rank": m.rank, "process": m.process, "node_ip": m.node_ip, "handle": m.handle}
+                for m in self._members.values()
+            ],
+            "agents": dict(self._agents),
+        }
+
     async def examine(self, epoch: int, timeout_s: float) -> Examination:
         """Ask every worker, now, and give each ``timeout_s`` to answer: a real round trip, nothing remembered."""
         result = Examination(epoch)

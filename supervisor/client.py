@@ -7,6 +7,7 @@ that a restart would lose is kept in them.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 #: A long poll returns after this many seconds without news, so that its thread notices a shutdown, or a supervisor
 #: that does not answer.
 _POLL_S: Final = 1.0
+#: Before the executor's name in the name of its supervisor's actor; behind it comes a dot and a random number.
+SUPERVISOR_PREFIX: Final = "resilient-executor.supervisor."
 #: What a call may take beyond the time that the callee was given.
 _GRACE_S: Final = 5.0
 
@@ -102,7 +105,10 @@ class Supervision:
             supervisor.tell.remote(news)
 
     def _make_supervisor(self) -> ActorHandle:
-        return self._make(SupervisorActor, self._node_id).remote(WatchSettings.from_config(self._config))
+        # Named, so that the chaos kit finds it by the executor's; unique, because the one before may still be dying.
+        name = f"{SUPERVISOR_PREFIX}{self._config.name}.{secrets.token_hex(4)}"
+        actor = self._make(SupervisorActor, self._node_id).options(name=name)
+        return actor.remote(WatchSettings.from_config(self._config))
 
     def _charges(self) -> Charges:
         """Whose leases somebody must renew, and since when the supervisor has not been heard."""
@@ -167,8 +173,8 @@ class Supervision:
             if self._status_port is not None:
                 # The lost one's port is free when its process is gone, which takes a moment; the first try that works.
                 self._supervisor.serve.remote(self._config.status_host, self._status_port, _GRACE_S)
-                if self._news is not None:
-                    self._supervisor.tell.remote(self._news)
+            if self._news is not None:
+                self._supervisor.tell.remote(self._news)
 
     def retire(self, epoch: int) -> None:
         """End the watch over an epoch: its workers are about to be killed."""
@@ -201,7 +207,7 @@ class Supervision:
                 self._stopping.wait(1.0)
                 continue
             self._heard_at = time.monotonic()
-            if self._status_port is not None and self._news is not None:
+            if self._news is not None:
                 self.tell(self._news)  # that we live
             with self._lock:
                 fresh = findings[known:] if epoch == self._epoch else []

@@ -14,7 +14,7 @@ import psutil
 import ray
 
 #: What Ray calls the processes of this package's actors.
-ACTORS = ("ray::WorkerActor", "ray::SupervisorActor", "ray::NodeAgent")
+ACTORS = ("ray::WorkerActor", "ray::ChaosWorkerActor", "ray::SupervisorActor", "ray::NodeAgent")
 
 
 @dataclass(frozen=True)
