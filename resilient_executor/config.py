@@ -134,6 +134,10 @@ class ExecutorConfig:
         avoid_after, avoid_s: a node where so many workers have died within ``avoid_s`` is avoided for as long, if there
             is room elsewhere; 0 avoids none. Needs Ray's label selectors and a placement group of our own.
         start_attempts: attempts to start before ``StartupError``.
+        move_on_drain: when Ray announces that a node will go (a drain notice), and there is room elsewhere, move the
+            group at once instead of being surprised.
+        capacity_timeout_s: how long a rebuild waits for a node with free devices, where there is none; within one
+            attempt of the restart budget. A first start waits ``placement_timeout_s`` only.
         status_port: TCP port of the operator's endpoint (see docs/operations.md), which only shows; 0 takes any free
             one, None opens none.
         status_host: the address that it listens at, on the driver's node. It has no access control.
@@ -193,6 +197,8 @@ class ExecutorConfig:
     avoid_after: int = 3
     avoid_s: float = 600.0
     start_attempts: int = 3
+    move_on_drain: bool = True
+    capacity_timeout_s: float = 600.0
     status_port: int | None = None
     status_host: str = "127.0.0.1"
 

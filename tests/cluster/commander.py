@@ -24,7 +24,8 @@ class Commander:
         command = [sys.executable, str(Path(__file__).with_name("driver.py")), cluster.address, json.dumps(settings)]
         self._process = cluster.popen(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._oracle: dict[tuple[int, int], list[list[int]]] = {}
 
     def __enter__(self) -> Commander:
@@ -39,6 +40,10 @@ class Commander:
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
         self._process.wait(10)
+        self._reader.join(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -16,8 +16,8 @@ import ray
 
 from resilient_executor import ResilientExecutor
 from resilient_executor.config import ExecutorConfig
-from resilient_executor.reference import ReferenceEngine, SamplingParams
 from resilient_executor.protocol import WorkerSpec
+from resilient_executor.reference import ReferenceEngine, SamplingParams
 
 PROMPTS = ["It is a truth universally acknowledged, that", "Anne", "The next morning, before breakfast was over,"]
 _MARK = 6
@@ -67,8 +67,8 @@ def serve(executor: ResilientExecutor, engine: ReferenceEngine, tokens: int, see
         pids=[worker.process.pid for worker in executor.workers],
         state=executor.state.value,
         incidents=[
-            {"at": i.detected_at, "line": i.headline(), "kind": i.cause.kind.value if i.cause else "", "phases": i.phases,
-             "duration_s": i.duration_s, "tried": i.epochs_tried, "text": [e.text for e in i.evidence]}
+            {"at": i.detected_at, "line": i.headline(), "kind": i.cause.kind.value if i.cause else "",
+             "phases": i.phases, "tried": i.epochs_tried, "text": [e.text for e in i.evidence]}
             for i in incidents
         ],
     )  # fmt: skip
@@ -83,7 +83,7 @@ def drain(address: str) -> None:
 
 def main() -> None:
     settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    spec = WorkerSpec("resilient_executor.reference:ReferenceWorker", {"collective_timeout_s": 8.0})
+    spec = WorkerSpec("resilient_executor.reference:ReferenceWorker", {"collective_timeout_s": 20.0})
     config = ExecutorConfig(
         worker=spec, address=sys.argv[1], pipeline_parallel_size=2, placement_strategy="SPREAD", **settings
     )

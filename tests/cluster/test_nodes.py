@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from commander import Commander, Message
 
-from resilient_executor.chaos.cluster import NetnsCluster
+from resilient_executor.chaos.cluster import NetnsCluster, missing, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(880)]
 
@@ -55,6 +55,22 @@ FAULTS: dict[str, tuple[Fault, float]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NetnsCluster]:
+    """The head and three nodes of one CPU each: two in use, one to spare."""
+    if why := missing():
+        pytest.skip(why)
+    with running(4, f"rt{os.getpid() % 100000}") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def commander(cluster: NetnsCluster) -> Iterator[Commander]:
+    """A driver that serves, PP=2 over two nodes."""
+    with Commander(cluster, {"backoff_initial_s": 0.05, "backoff_max_s": 0.5, "max_restarts": 1000}) as one:
+        yield one
+
+
 @pytest.fixture
 def repaired(commander: Commander) -> Iterator[Commander]:
     """The cluster is whole again after the test: three nodes that Ray calls alive."""
@@ -84,7 +100,8 @@ def round_of(commander: Commander, name: str, number: int) -> Message:
     noticed = min((i["at"] for i in done["incidents"]), default=0.0) - began
     facts = {
         "fault": name, "round": number, "seed": SEED, "outage_s": round(done["outage_s"], 2),
-        "noticed_s": round(noticed, 2), "from": used, "to": now, "rebuilds": sum(len(i["tried"]) for i in done["incidents"]),
+        "noticed_s": round(noticed, 2), "from": used, "to": now,
+        "rebuilds": sum(len(i["tried"]) for i in done["incidents"]),
         "causes": [i["line"] for i in done["incidents"]], "phases": [i["phases"] for i in done["incidents"]],
         "evidence": [i["text"] for i in done["incidents"]],
     }  # fmt: skip
