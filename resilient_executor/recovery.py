@@ -209,7 +209,7 @@ class Recovery:
         with self._phase("fence", incident):
             self._supervision.retire(old.epoch)
             if group is not None:
-                self._fence(old, group)
+                self._fence(old, group, incident)
         if incident is not None and old.epoch == incident.epoch:
             incident.cause = self._first_cause(old, incident)
         with self._phase("tear_down", incident):
@@ -224,13 +224,17 @@ class Recovery:
             wait_s = 0.0 if incident is not None else self._config.teardown_timeout_s
             self._supervision.forget([info.process for info in group.infos], wait_s)
 
-    def _fence(self, old: Generation, group: WorkerGroup) -> None:
+    def _fence(self, old: Generation, group: WorkerGroup, incident: Incident | None) -> None:
         ranks = {process: rank for rank, process in enumerate(group.processes())}
         results = self._supervision.fence(list(ranks))
         known = {one.status.pid for one in old.exits}
         old.exits += [
             RankExit(ranks[f.process], f.exit) for f in results if f.exit is not None and f.process.pid not in known
         ]
+        for lost in results:
+            if lost.lost and incident is not None and old.epoch == incident.epoch:
+                at, rank = incident.detected_at, ranks[lost.process]
+                incident.add(Evidence(at, "node", rank, lost.lost, CauseKind.NODE_LOSS))
         group.kill()
         if alive := [ranks[f.process] for f in results if not f.gone]:
             raise FenceError(

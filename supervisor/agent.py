@@ -42,12 +42,14 @@ class Fenced:
     Attributes:
         process: which.
         gone: proven to have ended.
+        lost: why its node cannot be asked, or "".
         exit: how it ended, when the agent saw it end *before* it was told to fence; a death of its own, not by us.
     """
 
     process: ProcessIdentity
     gone: bool
     exit: ExitStatus | None
+    lost: str = ""
 
 
 class NodeAgent:
@@ -148,7 +150,8 @@ class NodeAgent:
 
     async def door(self) -> tuple[str, int]:
         """Address and port where other nodes may see whether they reach this one."""
-        return ray.util.get_node_ip_address(), await self._door.open()
+        address = ray.util.get_node_ip_address()
+        return address, await self._door.open(address)
 
     async def silent(self, peers: Mapping[str, tuple[str, int]]) -> list[str]:
         """Those of the nodes (id -> address and port) that this one gets no answer from."""

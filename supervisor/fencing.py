@@ -21,6 +21,7 @@ _SLICE_S: Final = 0.1
 _AGAIN_S: Final = 0.3
 #: A node gets so much longer than the lease of its workers; clocks may run at slightly different rates.
 _MARGIN_S: Final = 0.5
+_LAPSED: Final = "its agent gives no answer, and the leases there have run out"
 
 
 class Fencing:
@@ -59,7 +60,7 @@ class Fencing:
         while waiting and (elapsed := time.monotonic() - began) < self._config.fence_timeout_s:
             for node_id in list(waiting):
                 if not self._nodes.is_alive_node(node_id):
-                    results += [Fenced(p, gone=True, exit=None) for p in waiting.pop(node_id)]
+                    results += [Fenced(p, True, None, "Ray has declared the node dead") for p in waiting.pop(node_id)]
                 elif node_id not in asked and time.monotonic() >= again_at[node_id]:
                     agent = self._agent(node_id)
                     asked[node_id] = agent, agent.fence.remote(waiting[node_id], self._config.fence_timeout_s)
@@ -68,7 +69,7 @@ class Fencing:
             if lapsed and elapsed > self._config.lease_s + _MARGIN_S and can_do_without(lapsed | self._nodes.unfit()):
                 for node_id in lapsed:
                     self._nodes.give_up(node_id, waiting[node_id])
-                    results += [Fenced(p, gone=True, exit=None) for p in waiting.pop(node_id)]
+                    results += [Fenced(p, True, None, _LAPSED) for p in waiting.pop(node_id)]
         return results + [Fenced(p, gone=False, exit=None) for left in waiting.values() for p in left]
 
     def _collect(

@@ -298,6 +298,8 @@ def _same_event_once(
     kept = [piece for piece in roots if not (piece.rank in signalled and piece.kind in explained)]
     started_badly = {piece.rank for piece in kept if piece.kind is CauseKind.WORKER_START}
     lost_ranks = {piece.rank for piece in kept if piece.kind is CauseKind.NODE_LOSS and piece.rank is not None}
+    # Ray's news of the actors of a dead node comes before that of the node.
+    kept = [p for p in kept if not (p.rank in lost_ranks and p.kind in (CauseKind.PROCESS_EXIT, CauseKind.FROZEN))]
     lost_nodes = {workers[rank].process.node_id for rank in lost_ranks if rank in workers}
 
     def superseded(one: RankExit) -> bool:

@@ -56,11 +56,16 @@ class Door:
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> int:
-        """The port; the same at every call."""
+    async def open(self, address: str) -> int:
+        """The port at ``address``; the same at every call."""
         if self._server is None:
-            self._server = await asyncio.start_server(lambda _, writer: writer.close())
+            self._server = await asyncio.start_server(lambda _, writer: writer.close(), address, 0)
         return int(self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        if self._server is not None:
+            self._server.close()
 
 
 async def reach(address: str, port: int) -> bool:

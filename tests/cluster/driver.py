@@ -1,7 +1,7 @@
 """Runs on the cluster's head: an executor with the reference engine, commanded over stdin, answering in JSON lines.
 
 Commands: ``go N SEED`` (serve N tokens a request, say ``mark`` when a few tokens are out, then ``done`` with everything
-that happened), ``drain NODE_IP``, ``end``.
+that happened), ``where``, ``drain NODE_IP``, ``end``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ray
 
 from resilient_executor import ResilientExecutor
 from resilient_executor.config import ExecutorConfig
+from resilient_executor.journal import RpcPolicy
 from resilient_executor.protocol import WorkerSpec
 from resilient_executor.reference import ReferenceEngine, SamplingParams
 
@@ -85,10 +86,12 @@ def main() -> None:
     settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     spec = WorkerSpec("resilient_executor.reference:ReferenceWorker", {"collective_timeout_s": 20.0})
     config = ExecutorConfig(
-        worker=spec, address=sys.argv[1], pipeline_parallel_size=2, placement_strategy="SPREAD", **settings
-    )
+        worker=spec, address=sys.argv[1], pipeline_parallel_size=2, placement_strategy="SPREAD",
+        rpc_policies=dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL), **settings,
+    )  # fmt: skip
     with ResilientExecutor(config) as executor:
         engine = ReferenceEngine(executor)
+        executor.add_listener(lambda e: say("waits", text=executor._lifecycle.phase) if e.phase == "waiting" else None)
         say("ready", nodes=[worker.node_ip for worker in executor.workers], pid=os.getpid())
         for line in sys.stdin:
             command, *rest = line.split()
@@ -96,6 +99,8 @@ def main() -> None:
                 break
             if command == "drain":
                 drain(rest[0])
+            elif command == "where":
+                say("here", nodes=[worker.node_ip for worker in executor.workers])
             else:
                 serve(executor, engine, int(rest[0]), int(rest[1]))
     say("ended")

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(880)]
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 10**6)
 TOKENS = 60
+LONG = 300
 
 #: Takes the cluster and the nodes in use (rank order), breaks something; returns the node that must not be used after.
 Fault = Callable[[NetnsCluster, list[int], random.Random], int | None]
@@ -153,3 +154,36 @@ def test_a_fault_of_nodes(repaired: Commander, name: str) -> None:
         facts = round_of(repaired, name, number)
         if "CI" not in os.environ:
             assert facts["outage_s"] <= FAULTS[name][1]
+
+
+def test_a_node_that_is_drained_is_left_before_it_goes(repaired: Commander) -> None:
+    cluster, expected = repaired.cluster, repaired.oracle(LONG, seed=5)
+    repaired.tell("where")
+    address = repaired.wait("here", 30)["nodes"][1]
+    repaired.tell(f"drain {address}")
+    assert repaired.wait("drained", 30)["accepted"]
+    repaired.tell(f"go {LONG} 5")
+    done = repaired.wait("done", 90)
+    print(json.dumps({"fault": "drained", "outage_s": done["outage_s"], "causes": done["incidents"]}))
+    assert done["tokens"] == expected
+    assert done["errors"] == {}
+    assert address not in done["nodes"]
+    [incident] = done["incidents"]
+    assert incident["kind"] == "node_drain", incident
+    cluster.restart(repaired.node_of(address))
+
+
+def test_a_rebuild_waits_for_a_node_and_says_so(repaired: Commander) -> None:
+    cluster, expected = repaired.cluster, repaired.oracle(TOKENS, seed=5)
+    repaired.tell(f"go {TOKENS} 5")
+    used = [repaired.node_of(address) for address in repaired.wait("mark", 60)["nodes"]]
+    gone = [node for node in cluster.nodes()[1:] if node != used[0]]
+    for node in gone:
+        cluster.kill(node)
+    waits = repaired.wait("waits", 60)["text"]
+    assert waits.startswith("waiting for capacity: need 2 x {'CPU': 1.0}, free {")
+    for node in gone:
+        cluster.restart(node)
+    done = repaired.wait("done", 90)
+    assert done["tokens"] == expected
+    assert done["errors"] == {}

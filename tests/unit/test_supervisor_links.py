@@ -41,10 +41,13 @@ def test_a_refusal_is_an_answer_and_silence_is_none() -> None:
                 one.setblocking(False)
                 one.connect_ex(full.getsockname())
             await asyncio.sleep(0.1)
-            peers = {"open": ("127.0.0.1", await Door().open()), "refuses": closed.getsockname()}
+            door = Door()
+            peers = {"open": ("127.0.0.1", await door.open("127.0.0.1")), "refuses": closed.getsockname()}
             try:
                 return await silent_of({**peers, "silent": full.getsockname()})
             finally:
+                await asyncio.sleep(0.1)
+                door.close()
                 for one in fillers:
                     one.close()
 
