@@ -156,6 +156,9 @@ class NetnsCluster:
             _ip("-n", switch, "link", "set", f"v{node}", "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{self.ip(node)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+            # pair_cut's rules must come before the table of local addresses, which is the first as a rule.
+            _ip("-n", name, "rule", "add", "pref", "100", "lookup", "local")
+            _ip("-n", name, "rule", "del", "pref", "0")
             # Ray finds its own address by "connecting" a socket outwards; nothing is sent there.
             _ip("-n", name, "route", "add", "default", "via", f"{_NETWORK}.1")
 
@@ -248,13 +251,16 @@ class NetnsCluster:
         """Two nodes lose sight of each other; both still see all others. Silent: what arrives is dropped."""
         # A rule of the routing policy, as not every machine has a packet filter.
         for node, peer in ((one, other), (other, one)):
-            _ip("-n", self._namespace(node), "rule", "add", "from", self.ip(peer), "iif", "eth0", "blackhole")
+            _ip("-n", self._namespace(node), "rule", "add", "pref", "10", *self._from(peer))
 
     def pair_heal(self, one: int, other: int) -> None:
         """Undo :meth:`pair_cut`. Twice is fine."""
         for node, peer in ((one, other), (other, one)):
             with contextlib.suppress(ClusterError):
-                _ip("-n", self._namespace(node), "rule", "del", "from", self.ip(peer), "iif", "eth0", "blackhole")
+                _ip("-n", self._namespace(node), "rule", "del", "pref", "10", *self._from(peer))
+
+    def _from(self, node: int) -> list[str]:
+        return ["from", self.ip(node), "iif", "eth0", "blackhole"]
 
     def slow(self, node: int, kbit_per_s: int) -> None:
         """Let a node's link carry so much in each direction; what is too much waits, up to 2 s.

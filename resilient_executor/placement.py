@@ -37,6 +37,11 @@ class Reservation:
             placement_group_capture_child_tasks=True,
         )
 
+    def nodes(self) -> set[str]:
+        """Ids of the nodes of the bundles, once they are there."""
+        where = ray.util.placement_group_table(self.group).get("bundles_to_node_id", {})
+        return {where[index] for index in self.bundle_indices if where.get(index)}
+
     def release(self) -> None:
         """Give the bundles back; whatever still runs in them is killed by Ray. A user's group stays. Twice is fine."""
         if self.owned:

@@ -80,6 +80,8 @@ class Sites:
             self._reservations.append(reservation)
             try:
                 wait_ready(reservation, config, self._stopping, _ROOM_S if rebuild else None)
+                # Their agents come up while the workers do.
+                self._supervision.be_on(reservation.nodes())
                 return reservation
             except PlacementError:
                 self._avoidance.forgive()  # better there than nowhere

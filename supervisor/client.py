@@ -131,6 +131,11 @@ class Supervision:
                 self._agents[node_id] = self._make(NodeAgent, node_id).remote()
             return self._agents[node_id]
 
+    def be_on(self, nodes: Iterable[str]) -> None:
+        """Have an agent on each of these nodes. Does not wait for them."""
+        for node_id in nodes:
+            self._agent(node_id)
+
     # -- the epoch --------------------------------------------------------------------------------------------------
 
     def adopt(self, epoch: int, members: Sequence[Member]) -> None:

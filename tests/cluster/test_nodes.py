@@ -22,6 +22,8 @@ ROUNDS = int(os.environ.get("ROUNDS", "1"))
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 10**6)
 TOKENS = 60
 LONG = 300
+#: The bounds are those of a machine that has nothing else to do: SLACK=1 there.
+SLACK = float(os.environ.get("SLACK", "3"))
 
 #: Takes the cluster and the nodes in use (rank order), breaks something; returns the node that must not be used after.
 Fault = Callable[[NetnsCluster, list[int], random.Random], int | None]
@@ -152,8 +154,7 @@ def workers(cluster: NetnsCluster, node: int) -> list[int]:
 def test_a_fault_of_nodes(repaired: Commander, name: str) -> None:
     for number in range(ROUNDS):
         facts = round_of(repaired, name, number)
-        if "CI" not in os.environ:
-            assert facts["outage_s"] <= FAULTS[name][1]
+        assert facts["outage_s"] <= FAULTS[name][1] * SLACK
 
 
 def test_a_node_that_is_drained_is_left_before_it_goes(repaired: Commander) -> None:
