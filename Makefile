@@ -24,7 +24,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format campaign soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
+.PHONY: help venv demo test test-cluster lint format campaign soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_
 
 test: lint  ## Lint, then run all tests (PYTEST_ARGS=...)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-cluster: venv  ## Real nodes in network namespaces, killed, frozen, cut; needs root (ROUNDS=10 SEED=... SLACK=1)
+	ROUNDS=$(or $(ROUNDS),1) $(if $(SEED),SEED=$(SEED)) $(if $(SLACK),SLACK=$(SLACK)) $(BIN)/pytest -s tests/cluster $(PYTEST_ARGS)
 
 lint: venv  ## Style, format, types and import rules
 	$(BIN)/ruff check

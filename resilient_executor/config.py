@@ -142,6 +142,10 @@ class ExecutorConfig:
             of a dead rank: a number, or ``every_rank`` for as many as the node has ranks. They hold no device, only
             memory; see docs/operations.md.
         start_attempts: attempts to start before ``StartupError``.
+        move_on_drain: when Ray announces that a node will go (a drain notice), and there is room elsewhere, move the
+            group at once instead of being surprised.
+        capacity_timeout_s: how long a rebuild waits for a node with free devices, where there is none; within one
+            attempt of the restart budget. A first start waits ``placement_timeout_s`` only.
         status_port: TCP port of the operator's endpoint (see docs/operations.md), which only shows; 0 takes any free
             one, None opens none.
         status_host: the address that it listens at, on the driver's node. It has no access control.
@@ -206,6 +210,8 @@ class ExecutorConfig:
     avoid_s: float = 600.0
     warm_standbys: int | str = 0
     start_attempts: int = 3
+    move_on_drain: bool = True
+    capacity_timeout_s: float = 600.0
     status_port: int | None = None
     status_host: str = "127.0.0.1"
     allow_chaos: bool = False

@@ -203,6 +203,12 @@ class Lifecycle:
                 incident.spent(name, took)
             self.emit("phase", phase=name, duration_s=took, incident=incident, error=failure)
 
+    def note_phase(self, name: str) -> None:
+        """Say more of the phase that is going on, for whoever looks."""
+        if self.phase != name:
+            self.phase = name
+            self.emit("phase_begun", phase="waiting")
+
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """Have ``listener`` called with every event, in the thread where it happens; it must be quick."""
         self._listeners.append(listener)

@@ -37,6 +37,11 @@ class Reservation:
             placement_group_capture_child_tasks=True,
         )
 
+    def nodes(self) -> set[str]:
+        """Ids of the nodes of the bundles, once they are there."""
+        where = ray.util.placement_group_table(self.group).get("bundles_to_node_id", {})
+        return {where[index] for index in self.bundle_indices if where.get(index)}
+
     def release(self) -> None:
         """Give the bundles back; whatever still runs in them is killed by Ray. A user's group stays. Twice is fine."""
         if self.owned:
@@ -128,14 +133,24 @@ def has_room_without(config: ExecutorConfig, avoid: Collection[str]) -> bool:
     return room >= config.world_size
 
 
-def wait_ready(reservation: Reservation, config: ExecutorConfig, stopping: threading.Event) -> None:
-    """Wait until the bundles are there.
+def shortage(config: ExecutorConfig, avoid: Collection[str] = ()) -> str:
+    """What is needed and what is free, for people: ``need 2 x {'CPU': 1.0}, free {...}``."""
+    free = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
+    without = f", {len(avoid)} nodes are left out" if avoid else ""
+    return f"need {config.world_size} x {bundle_of(config)}, free {free}{without}"
+
+
+def wait_ready(
+    reservation: Reservation, config: ExecutorConfig, stopping: threading.Event, timeout_s: float | None = None
+) -> None:
+    """Wait until the bundles are there, at most ``timeout_s``; None takes ``placement_timeout_s``.
 
     Raises:
         PlacementError: they are not within ``placement_timeout_s``; the message says what the cluster has.
         ExecutorStopped: ``stopping`` was set meanwhile.
     """
-    deadline = time.monotonic() + config.placement_timeout_s
+    timeout_s = config.placement_timeout_s if timeout_s is None else timeout_s
+    deadline = time.monotonic() + timeout_s
     while (remaining := deadline - time.monotonic()) > 0:
         if reservation.group.wait(timeout_seconds=min(remaining, _SLICE_S)):
             return
@@ -143,7 +158,7 @@ def wait_ready(reservation: Reservation, config: ExecutorConfig, stopping: threa
             raise ExecutorStopped("the executor is being shut down")
     free = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
     raise PlacementError(
-        f"no room for {config.world_size} x {bundle_of(config)} within {config.placement_timeout_s:g} s "
+        f"no room for {config.world_size} x {bundle_of(config)} within {timeout_s:g} s "
         f"(placement_timeout_s); free now: {free}"
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,6 @@ from resilient_executor.errors import (
     DependencyError,
     ExecutorFailed,
     ExecutorStopped,
-    PlacementError,
     ResilientExecutorError,
     StartupError,
     TopologyError,
@@ -37,11 +35,10 @@ from resilient_executor.graph import StepGraph
 from resilient_executor.journal import Journal, JournalEntry, RpcPolicy
 from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
 from resilient_executor.pipeline import Judge, StepPipeline
-from resilient_executor.placement import Reservation, has_room_without, reserve, wait_ready
 from resilient_executor.protocol import Phase, StepKind
+from resilient_executor.sites import Sites
 from resilient_executor.standbys import Standbys
 from resilient_executor.supervisor.actor import Member
-from resilient_executor.supervisor.avoidance import Avoidance, Death
 from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.incidents import Cause, CauseKind, Evidence, Incident, RankExit, first_cause
 from resilient_executor.supervisor.policy import BudgetSnapshot, RestartBudget
@@ -95,10 +92,9 @@ class Recovery:
             backoff_max_s=config.backoff_max_s,
             quiet_s=config.backoff_reset_s,
         )
-        self._avoidance = Avoidance(after=config.avoid_after, avoid_s=config.avoid_s)
         self.stopping = threading.Event()
         self.standbys = Standbys(config, variables, supervision.fence, lambda: lifecycle.emit("standbys"))
-        self._reservations: list[Reservation] = []
+        self._sites = Sites(config, lifecycle, supervision, driver_node_id, self.stopping)
         #: Phases of the first start -> seconds.
         self.start_phases: dict[str, float] = {}
 
@@ -160,14 +156,17 @@ class Recovery:
         """
         old = dead
         self.standbys.rest()
+        self._sites.begin()
         while not self.stopping.is_set():
             decision = self._budget.decide(time.monotonic())
             try:
                 self.bury(old, incident)
-                where = self._note_place(old, incident)
+                where = self._sites.note_death(old, incident)
                 logger.warning("%s; epoch %d, %s%s", incident.headline(), old.epoch, decision.reason, where)
                 if decision.action == "give_up":
                     return self._give_up(incident, decision.reason)
+                if old.group is not None:
+                    self._sites.look_for_cuts(old.group.infos)
                 self._pause(decision.pause_s)
                 generation = self._build(old, judge, incident)
                 if commit(generation):
@@ -186,20 +185,6 @@ class Recovery:
                 if decision.action == "give_up":
                     return self._give_up(incident, f"{decision.reason}; {error}")
         return False
-
-    def _note_place(self, old: Generation, incident: Incident) -> str:
-        """Remember where this was; returns what to add to the line about it."""
-        cause, infos = incident.cause, old.group.infos if old.group is not None else []
-        if cause is None or cause.rank is None or cause.rank >= len(infos) or old.epoch != incident.epoch:
-            return ""
-        info = infos[cause.rank]
-        devices = ",".join(info.device_ids)
-        line = self._avoidance.died(Death(time.monotonic(), cause.rank, info.process.node_id, info.node_ip, devices))
-        return f"; {line}" if line else ""
-
-    def _nodes_to_avoid(self) -> frozenset[str]:
-        avoid = self._avoidance.avoided(time.monotonic())
-        return avoid if avoid and has_room_without(self._config, avoid) else frozenset()
 
     def _give_up(self, incident: Incident, reason: str) -> bool:
         incident.resolve("failed", time.time())
@@ -221,8 +206,7 @@ class Recovery:
 
     def release(self) -> None:
         """Give back every bundle that is still held. Twice is fine."""
-        while self._reservations:
-            self._reservations.pop().release()
+        self._sites.release()
 
     # -- burying ----------------------------------------------------------------------------------------------------
 
@@ -239,7 +223,7 @@ class Recovery:
         with self._phase("fence", incident):
             self._supervision.retire(old.epoch)
             if group is not None:
-                self._fence(old, group)
+                self._fence(old, group, incident)
         if incident is not None and old.epoch == incident.epoch:
             incident.cause = self._first_cause(old, incident)
         with self._phase("tear_down", incident):
@@ -254,13 +238,17 @@ class Recovery:
             wait_s = 0.0 if incident is not None else self._config.teardown_timeout_s
             self._supervision.forget([info.process for info in group.infos], wait_s)
 
-    def _fence(self, old: Generation, group: WorkerGroup) -> None:
+    def _fence(self, old: Generation, group: WorkerGroup, incident: Incident | None) -> None:
         ranks = {process: rank for rank, process in enumerate(group.processes())}
         results = self._supervision.fence(list(ranks))
         known = {one.status.pid for one in old.exits}
         old.exits += [
             RankExit(ranks[f.process], f.exit) for f in results if f.exit is not None and f.process.pid not in known
         ]
+        for lost in results:
+            if lost.lost and incident is not None and old.epoch == incident.epoch:
+                at, rank = incident.detected_at, ranks[lost.process]
+                incident.add(Evidence(at, "node", rank, lost.lost, CauseKind.NODE_LOSS))
         group.kill()
         if alive := [ranks[f.process] for f in results if not f.gone]:
             raise FenceError(
@@ -299,18 +287,7 @@ class Recovery:
             incident.epochs_tried.append(new.epoch)
 
         with self._phase("place", incident):
-            # Asked for before the old ones are given back: where there is room for both, nobody waits; where there is
-            # not, the new ones are first in the queue.
-            # Ray wants names of groups to be unique; several executors of one cluster may have the same one.
-            label = f"{config.name}-epoch-{new.epoch}-{secrets.token_hex(4)}"
-            reservation = reserve(config, label=label, avoid=self._nodes_to_avoid())
-            self.release()
-            self._reservations.append(reservation)
-            try:
-                wait_ready(reservation, config, self.stopping)
-            except PlacementError:
-                self._avoidance.forgive()  # better there than nowhere
-                raise
+            reservation = self._sites.place(new.epoch, rebuild=incident is not None)
         group = new.group = WorkerGroup(new.epoch, config, stopping=self.stopping, telemetry=self._telemetry)
         with self._phase("spawn", incident):
             taken = group.spawn(reservation, self.standbys)
@@ -324,6 +301,7 @@ class Recovery:
                 for rank, (handle, info) in enumerate(zip(group.handles, group.infos, strict=True))
             ]
             self._supervision.adopt(new.epoch, members)
+            self._sites.check_links(group.infos)
             if self._telemetry is not None:
                 self._telemetry.workers(new.epoch, group.infos)
         with self._phase("initialise", incident):

@@ -27,6 +27,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from resilient_executor.processes import identify, take_ordinary_priority
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
+from resilient_executor.supervisor import links
 from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.pulse import Pulse
@@ -144,6 +145,8 @@ class SupervisorActor:
             if local:
                 self._spawn(self._exits(epoch, local, agent))
                 self._spawn(self._renew(epoch, [member.process for member in local], agent))
+        if any(member.process.node_id != process.node_id for member in members):
+            self._spawn(self._links(epoch, process.node_id))
         return process
 
     async def retire(self, epoch: int) -> None:
@@ -210,6 +213,28 @@ class SupervisorActor:
             except RayActorError:
                 return
             await asyncio.sleep(self._settings.lease_s / 3)
+
+    async def _links(self, epoch: int, here: str) -> None:
+        """Look whether all nodes of the epoch see each other, and this one sees them."""
+        ranks = {member.process.node_id: member for member in reversed(self._members.values())}
+        agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in {here, *ranks}}
+        peers: dict[str, tuple[str, int]] = {}
+        history = links.LinkHistory()
+        while epoch == self._epoch:
+            if len(peers) < len(agents):
+                peers = await links.doors(agents)
+            for pair in history.note(*await links.look(here, agents, peers)):
+                far = pair.other if pair.one == here else pair.one
+                if here in (pair.one, pair.other) and far in ranks:
+                    text = "the driver's node gets no answer from it"
+                    self._find(epoch, CauseKind.NODE_LOSS, ranks[far].rank, text)
+                elif here not in (pair.one, pair.other):
+                    ends = " and ".join(ranks[node_id].node_ip for node_id in (pair.one, pair.other))
+                    self._find(epoch, CauseKind.LINK_LOSS, None, f"nodes {ends} get no answer from each other")
+                else:
+                    continue
+                return
+            await asyncio.sleep(links.PERIOD_S)
 
     async def _detect(self, epoch: int, watch: Watch) -> None:
         looking: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -22,6 +22,7 @@ from resilient_executor import semaphores, stacks
 from resilient_executor.lease import Lease
 from resilient_executor.processes import ProcessHandle, identify, take_ordinary_priority, vitals
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Vitals
+from resilient_executor.supervisor.links import Door, silent_of
 from resilient_executor.supervisor.stalls import tidy_stacks
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,14 @@ class Fenced:
     Attributes:
         process: which.
         gone: proven to have ended.
+        lost: why its node cannot be asked, or "".
         exit: how it ended, when the agent saw it end *before* it was told to fence; a death of its own, not by us.
     """
 
     process: ProcessIdentity
     gone: bool
     exit: ExitStatus | None
+    lost: str = ""
 
 
 class NodeAgent:
@@ -61,6 +64,7 @@ class NodeAgent:
         self._changed = asyncio.Event()
         self._leases: dict[ProcessIdentity, Lease] = {}
         self._keeper: asyncio.Task[None] | None = None
+        self._door = Door()
 
     async def identity(self) -> ProcessIdentity:
         """This agent's own process."""
@@ -143,6 +147,15 @@ class NodeAgent:
         return {
             process: (vitals(process), tidy_stacks(dump, limit)) for process, dump in zip(processes, dumps, strict=True)
         }
+
+    async def door(self) -> tuple[str, int]:
+        """Address and port where other nodes may see whether they reach this one."""
+        address = ray.util.get_node_ip_address()
+        return address, await self._door.open(address)
+
+    async def silent(self, peers: Mapping[str, tuple[str, int]]) -> list[str]:
+        """Those of the nodes (id -> address and port) that this one gets no answer from."""
+        return await silent_of(peers)
 
     # -- leases -----------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ that a restart would lose is kept in them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import ray
@@ -20,8 +21,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import ConfigError, ResilientExecutorError
 from resilient_executor.protocol import ProcessIdentity
+from resilient_executor.supervisor import links
 from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
 from resilient_executor.supervisor.agent import Fenced, NodeAgent
+from resilient_executor.supervisor.fencing import Fencing
+from resilient_executor.supervisor.incidents import CauseKind
+from resilient_executor.supervisor.nodes import NodeWatch
 from resilient_executor.supervisor.standin import Charges, StandIn
 from resilient_executor.supervisor.status import News
 from resilient_executor.supervisor.watch import WatchSettings
@@ -65,6 +70,10 @@ class Supervision:
         self._supervisor_process: ProcessIdentity | None = None
         self._heard_at = 0.0
         self._stand_in = StandIn(config, self._charges, self._stopping)
+        self._nodes = NodeWatch(self._on_node, self._fence_soon, self._stopping)
+        #: Whether the executor could be placed without these nodes; a drained node is left, and one that nobody
+        #: reaches is given up, only then.
+        self.can_do_without: Callable[[frozenset[str]], bool] = lambda nodes: False
         self._news: News | None = None
         #: Where the endpoint listens, once it does; a new supervisor takes the same port.
         self.status_url: str | None = None
@@ -77,6 +86,7 @@ class Supervision:
             self._agent(self._node_id)
         self._listener.start()
         self._stand_in.start()
+        self._nodes.start()
 
     def open_endpoint(self) -> None:
         """Have the supervisor open its endpoint, where one is configured.
@@ -126,6 +136,11 @@ class Supervision:
             if node_id not in self._agents:
                 self._agents[node_id] = self._make(NodeAgent, node_id).remote()
             return self._agents[node_id]
+
+    def be_on(self, nodes: Iterable[str]) -> None:
+        """Have an agent on each of these nodes. Does not wait for them."""
+        for node_id in nodes:
+            self._agent(node_id)
 
     # -- the epoch --------------------------------------------------------------------------------------------------
 
@@ -254,19 +269,53 @@ class Supervision:
     def fence(self, processes: Sequence[ProcessIdentity]) -> list[Fenced]:
         """Kill processes on their nodes and have it proven, at most ``fence_timeout_s`` for all nodes together.
 
-        A process on a node that Ray has declared dead counts as gone: nothing there can be asked any more.
+        A process on a node that Ray has declared dead counts as gone: nothing there can be asked any more. One on a
+        node that does not answer counts as ended when its lease has run out since: it writes to no channel any more.
+        Its device may still be held; so that node is given up, and nothing is placed there until the proof has come.
         """
-        by_node: dict[str, list[ProcessIdentity]] = {}
-        for process in processes:
-            by_node.setdefault(process.node_id, []).append(process)
-        alive = _alive_nodes(self._config.fence_timeout_s)
-        if alive is None:  # Ray's head does not answer: whoever can be reached is asked all the same
-            alive = set(by_node)
-        results = [Fenced(p, gone=True, exit=None) for n, ps in by_node.items() if n not in alive for p in ps]
-        for node_id in by_node.keys() & alive:
-            answer = self._ask_agent(node_id, "fence", by_node[node_id], self._config.fence_timeout_s)
-            results += answer if answer is not None else [Fenced(p, False, None) for p in by_node[node_id]]
-        return results
+        return Fencing(self._nodes, self._agent, self._drop_agent, self._config, self._node_id).run(
+            processes, self.can_do_without
+        )
+
+    def _fence_soon(self, node_id: str, processes: Sequence[ProcessIdentity]) -> Any:
+        return self._agent(node_id).fence.remote(list(processes), self._config.fence_timeout_s)
+
+    def unfit_nodes(self) -> frozenset[str]:
+        """Ids of the nodes where nothing new may be placed; see :class:`NodeWatch`."""
+        return self._nodes.unfit()
+
+    def cut_pairs(self, nodes: Iterable[str]) -> list[links.Pair]:
+        """Have these nodes connect to each other, now; returns the pairs that do not see each other, at most 3 s."""
+        wanted = {self._node_id, *nodes}
+        with self._lock:
+            agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in wanted}
+        if len(agents) < 2:
+            return []
+        return asyncio.run(self._look_at_links(agents))
+
+    async def _look_at_links(self, agents: dict[str, ActorHandle]) -> list[links.Pair]:
+        peers = await links.doors(agents)
+        _, failed = await links.look(self._node_id, agents, peers)
+        return sorted(failed)
+
+    def _on_node(self, node_id: str, word: str) -> None:
+        """Ray says that a node is dead, or will be."""
+        with self._lock:
+            epoch, members = self._epoch, self._members
+            if word == "dead":
+                self._agents.pop(node_id, None)
+        here = [member for member in members if member.process.node_id == node_id]
+        if not here:
+            return
+        kind, text = CauseKind.NODE_LOSS, "Ray has declared the node dead"
+        if word == "draining":
+            if not self._config.move_on_drain:
+                return
+            if not self.can_do_without(self._nodes.unfit()):
+                logger.warning("node %s is being drained, and there is no room elsewhere", here[0].node_ip)
+                return
+            kind, text = CauseKind.NODE_DRAIN, "the group moves before the node goes"
+        self._on_finding(Finding(epoch, kind, here[0].rank, time.time(), text))
 
     def kill(self, process: ProcessIdentity) -> None:
         """Have one process killed without waiting for it; :meth:`fence` proves it later."""
@@ -279,19 +328,23 @@ class Supervision:
         if timeout_s > 0 and references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
+    def _drop_agent(self, node_id: str, agent: ActorHandle) -> None:
+        """This one gives no answer; the next call makes another."""
+        with self._lock:
+            if self._agents.get(node_id) is agent:
+                del self._agents[node_id]
+
     def _ask_agent(self, node_id: str, method: str, *args: Any) -> Any:
-        """Call an agent; a dead one is replaced once. None when the node gives no answer."""
+        """Call an agent; a dead one is replaced. None when the node gives no answer, or is dead."""
         limit = self._config.fence_timeout_s + _GRACE_S
         deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._nodes.is_alive_node(node_id):
             agent = self._agent(node_id)
             try:
                 return ray.get(getattr(agent, method).remote(*args), timeout=max(0.1, deadline - time.monotonic()))
             except (RayError, GetTimeoutError):
-                with self._lock:
-                    if self._agents.get(node_id) is agent:
-                        del self._agents[node_id]
-                time.sleep(0.05)
+                self._drop_agent(node_id, agent)
+                time.sleep(0.2)
         logger.warning("the agent of node %s gave no answer within %g s", node_id[:8], limit)
         return None
 
@@ -311,19 +364,6 @@ class Supervision:
             self._agents.clear()
         for handle in handles:
             ray.kill(handle, no_restart=True)
-        for thread in (self._listener, self._stand_in):
+        for thread in (self._listener, self._stand_in, self._nodes):
             if thread.is_alive():
                 thread.join(_POLL_S + _GRACE_S + 1)
-
-
-def _alive_nodes(timeout_s: float) -> set[str] | None:
-    """Ids of the nodes that Ray takes for alive; None when it gives no answer. Ray's own call has no bound."""
-    answer: list[set[str]] = []
-
-    def ask() -> None:
-        answer.append({node["NodeID"] for node in ray.nodes() if node["Alive"]})
-
-    thread = threading.Thread(target=ask, name="resilient-executor-nodes", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answer[0] if answer else None

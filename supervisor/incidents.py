@@ -37,6 +37,8 @@ class CauseKind(str, enum.Enum):
     FROZEN = "frozen"
     STALLED = "stalled"
     NODE_LOSS = "node_loss"
+    NODE_DRAIN = "node_drain"
+    LINK_LOSS = "link_loss"
     WORKER_START = "worker_start"
     GRAPH_ERROR = "graph_error"
     RPC_ERROR = "rpc_error"
@@ -45,8 +47,11 @@ class CauseKind(str, enum.Enum):
 
 #: Kinds that can start an incident by themselves; the earliest of them is the first cause.
 _ROOTS: Final = frozenset(
-    {CauseKind.PROCESS_EXIT, CauseKind.OUT_OF_MEMORY, CauseKind.NODE_LOSS, CauseKind.FROZEN, CauseKind.WORKER_START}
-)
+    {
+        CauseKind.PROCESS_EXIT, CauseKind.OUT_OF_MEMORY, CauseKind.NODE_LOSS, CauseKind.NODE_DRAIN,
+        CauseKind.LINK_LOSS, CauseKind.FROZEN, CauseKind.WORKER_START,
+    }
+)  # fmt: skip
 #: Other kinds are symptoms where there is a root; alone they are taken in this order.
 _SYMPTOMS: Final = (CauseKind.STALLED, CauseKind.GRAPH_ERROR, CauseKind.RPC_ERROR, CauseKind.UNKNOWN)
 
@@ -115,7 +120,7 @@ class Cause:
 
     def _who(self) -> str:
         node = self.node_ip or self.node_id
-        if self.kind is CauseKind.NODE_LOSS:
+        if self.kind in (CauseKind.NODE_LOSS, CauseKind.NODE_DRAIN):
             return f"node {node or 'of unknown address'}" + (f" (rank {self.rank})" if self.rank is not None else "")
         known = [f"pid {self.pid}"] if self.pid is not None else []
         known += [f"node {node}"] if node else []
@@ -144,6 +149,8 @@ _WHAT: Final = {
     CauseKind.FROZEN: "stopped answering",
     CauseKind.STALLED: "made no progress",
     CauseKind.NODE_LOSS: "was lost",
+    CauseKind.NODE_DRAIN: "is being drained",
+    CauseKind.LINK_LOSS: "was cut",
     CauseKind.WORKER_START: "could not be started",
     CauseKind.GRAPH_ERROR: "failed",
     CauseKind.RPC_ERROR: "failed in a collective RPC",
@@ -154,6 +161,7 @@ _NOBODY: Final = {
     CauseKind.GRAPH_ERROR: "the graph",
     CauseKind.UNKNOWN: "the group",
     CauseKind.STALLED: "the group",
+    CauseKind.LINK_LOSS: "a link between nodes",
 }
 
 
@@ -293,6 +301,8 @@ def _same_event_once(
     kept = [piece for piece in roots if not (piece.rank in signalled and piece.kind in explained)]
     started_badly = {piece.rank for piece in kept if piece.kind is CauseKind.WORKER_START}
     lost_ranks = {piece.rank for piece in kept if piece.kind is CauseKind.NODE_LOSS and piece.rank is not None}
+    # Ray's news of the actors of a dead node comes before that of the node.
+    kept = [p for p in kept if not (p.rank in lost_ranks and p.kind in (CauseKind.PROCESS_EXIT, CauseKind.FROZEN))]
     lost_nodes = {workers[rank].process.node_id for rank in lost_ranks if rank in workers}
 
     def superseded(one: RankExit) -> bool:

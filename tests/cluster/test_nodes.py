@@ -1,0 +1,192 @@
+"""Nodes die, freeze, lose their cable or each other: the engine goes on elsewhere, with the tokens that were due.
+
+``ROUNDS=10 SEED=7`` repeats every fault so often; the figures are printed (``-s``) as one JSON line a round.
+``RAY_DEFAULTS=1 SLACK=20`` takes Ray's own health checks instead of the fast ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from commander import Commander, Message
+
+from resilient_executor.chaos.cluster import TUNED, NetnsCluster, missing, running
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(880)]
+
+ROUNDS = int(os.environ.get("ROUNDS", "1"))
+SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 10**6)
+TOKENS = 60
+LONG = 300
+#: The bounds are those of a machine that has nothing else to do: SLACK=1 there.
+SLACK = float(os.environ.get("SLACK", "3"))
+
+#: Takes the cluster and the nodes in use (rank order), breaks something; returns the node that must not be used after.
+Fault = Callable[[NetnsCluster, list[int], random.Random], int | None]
+
+
+def killed(cluster: NetnsCluster, used: list[int], rng: random.Random) -> int | None:
+    cluster.kill(victim := rng.choice(used))
+    return victim
+
+
+def frozen(cluster: NetnsCluster, used: list[int], rng: random.Random) -> int | None:
+    cluster.stop(victim := rng.choice(used))
+    return victim
+
+
+def unplugged(cluster: NetnsCluster, used: list[int], rng: random.Random) -> int | None:
+    cluster.cut(victim := rng.choice(used))
+    return victim
+
+
+def parted(cluster: NetnsCluster, used: list[int], rng: random.Random) -> int | None:
+    cluster.pair_cut(*used)
+    return None
+
+
+#: Fault -> what an outage may last with tuned health checks, in seconds.
+FAULTS: dict[str, tuple[Fault, float]] = {
+    "killed": (killed, 8.0),
+    "frozen": (frozen, 15.0),
+    "unplugged": (unplugged, 15.0),
+    "parted": (parted, 15.0),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NetnsCluster]:
+    """The head and three nodes of one CPU each: two in use, one to spare."""
+    if why := missing():
+        pytest.skip(why)
+    environment = {} if "RAY_DEFAULTS" in os.environ else TUNED
+    with running(4, f"rt{os.getpid() % 100000}", environment=environment) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def commander(cluster: NetnsCluster) -> Iterator[Commander]:
+    """A driver that serves, PP=2 over two nodes."""
+    with Commander(cluster, {"backoff_initial_s": 0.05, "backoff_max_s": 0.5, "max_restarts": 1000}) as one:
+        yield one
+
+
+@pytest.fixture
+def repaired(commander: Commander) -> Iterator[Commander]:
+    """The cluster is whole again after the test: three nodes that Ray calls alive."""
+    yield commander
+    repair(commander.cluster)
+
+
+def repair(cluster: NetnsCluster) -> None:
+    nodes = cluster.nodes()[1:]
+    for one in nodes:
+        for other in nodes:
+            if one < other:
+                cluster.pair_heal(one, other)
+
+
+def round_of(commander: Commander, name: str, number: int) -> Message:
+    fault, _ = FAULTS[name]
+    cluster, rng = commander.cluster, random.Random(f"{SEED}-{name}-{number}")
+    expected = commander.oracle(TOKENS, seed=5)
+    commander.tell(f"go {TOKENS} 5")
+    mark = commander.wait("mark", 60)
+    used = [commander.node_of(address) for address in mark["nodes"]]
+    began = time.time()
+    victim = fault(cluster, used, rng)
+    done = commander.wait("done", 150)
+    now = [commander.node_of(address) for address in done["nodes"]]
+    noticed = min((i["at"] for i in done["incidents"]), default=0.0) - began
+    facts = {
+        "fault": name, "round": number, "seed": SEED, "outage_s": round(done["outage_s"], 2),
+        "noticed_s": round(noticed, 2), "from": used, "to": now,
+        "rebuilds": sum(len(i["tried"]) for i in done["incidents"]),
+        "causes": [i["line"] for i in done["incidents"]], "phases": [i["phases"] for i in done["incidents"]],
+        "evidence": [i["text"] for i in done["incidents"]],
+    }  # fmt: skip
+    print(json.dumps(facts), flush=True)
+    assert done["errors"] == {}
+    assert done["tokens"] == expected, "a token was lost, repeated or changed"
+    assert done["state"] == "HEALTHY"
+    assert len(done["incidents"]) >= 1
+    assert now == sorted(now), "ranks follow the addresses"
+    assert len(set(now)) == 2
+    assert set(now) != set(used)
+    if victim is not None:
+        assert victim not in now
+        ended(cluster, victim, name)
+        cluster.restart(victim)
+    else:
+        cluster.pair_heal(*used)
+    return facts
+
+
+def ended(cluster: NetnsCluster, victim: int, name: str) -> None:
+    """The old node comes back; its workers are ignored and end themselves."""
+    if name == "killed":
+        assert cluster.pids(victim) == []
+        return
+    cluster.cont(victim)
+    cluster.heal(victim)
+    deadline = time.monotonic() + 20
+    while workers(cluster, victim) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert workers(cluster, victim) == []
+
+
+def workers(cluster: NetnsCluster, node: int) -> list[int]:
+    found = []
+    for pid in cluster.pids(node):
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                if file.read().startswith("ray::WorkerActor"):
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_nodes(repaired: Commander, name: str) -> None:
+    for number in range(ROUNDS):
+        facts = round_of(repaired, name, number)
+        assert facts["outage_s"] <= FAULTS[name][1] * SLACK
+
+
+def test_a_node_that_is_drained_is_left_before_it_goes(repaired: Commander) -> None:
+    cluster, expected = repaired.cluster, repaired.oracle(LONG, seed=5)
+    repaired.tell("where")
+    address = repaired.wait("here", 30)["nodes"][1]
+    repaired.tell(f"drain {address}")
+    assert repaired.wait("drained", 30)["accepted"]
+    repaired.tell(f"go {LONG} 5")
+    done = repaired.wait("done", 90)
+    print(json.dumps({"fault": "drained", "outage_s": done["outage_s"], "causes": done["incidents"]}))
+    assert done["tokens"] == expected
+    assert done["errors"] == {}
+    assert address not in done["nodes"]
+    [incident] = done["incidents"]
+    assert incident["kind"] == "node_drain", incident
+    cluster.restart(repaired.node_of(address))
+
+
+def test_a_rebuild_waits_for_a_node_and_says_so(repaired: Commander) -> None:
+    cluster, expected = repaired.cluster, repaired.oracle(TOKENS, seed=5)
+    repaired.tell(f"go {TOKENS} 5")
+    used = [repaired.node_of(address) for address in repaired.wait("mark", 60)["nodes"]]
+    gone = [node for node in cluster.nodes()[1:] if node != used[0]]
+    for node in gone:
+        cluster.kill(node)
+    waits = repaired.wait("waits", 60)["text"]
+    assert waits.startswith("waiting for capacity: need 2 x {'CPU': 1.0}, free {")
+    for node in gone:
+        cluster.restart(node)
+    done = repaired.wait("done", 90)
+    assert done["tokens"] == expected
+    assert done["errors"] == {}
