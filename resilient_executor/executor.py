@@ -1,8 +1,7 @@
 """The front door: an executor with the signatures of vLLM's ``v1.executor.abstract.Executor``.
 
 What is added to vLLM's contract: a step ends in exactly one of its output, the worker's own exception, ``StepLost``
-(the epoch died under it, recompute), or ``ExecutorFailed`` (it is over). ``StepLost`` comes at once; the next call
-waits for the rebuild.
+(the epoch died under it: comes at once, recompute; the next call waits for the rebuild), or ``ExecutorFailed``.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ _FAREWELL_S: Final = 2.0
 class ResilientExecutor:
     """Runs a sharded model on Ray workers, and goes on when they die.
 
-    ``execute_model`` and ``sample_tokens`` belong to one thread, the engine's loop; everything else may be called from
-    any thread.
+    ``execute_model`` and ``sample_tokens`` belong to one thread, the engine's loop; all else to any thread.
 
     Args:
         config: all settings, see :class:`ExecutorConfig`.
@@ -286,8 +284,8 @@ class ResilientExecutor:
         self._lifecycle.raise_if_over()
         if self._supervision is None:
             raise StateError("the executor has not been started")
-        timeout_s = self._config.check_health_timeout_s if timeout is None else timeout
-        check_health(self._lifecycle, self._overseer, self._supervision, self._config.world_size, timeout_s)
+        timeout = self._config.check_health_timeout_s if timeout is None else timeout
+        check_health(self._lifecycle, self._overseer, self._supervision, self._config.world_size, timeout)
 
     @property
     def state(self) -> ExecutorState:
