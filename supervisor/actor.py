@@ -223,6 +223,7 @@ class SupervisorActor:
         while epoch == self._epoch:
             if len(peers) < len(agents):
                 peers = await links.doors(agents)
+            began = time.monotonic()
             for pair in history.note(*await links.look(here, agents, peers)):
                 far = pair.other if pair.one == here else pair.one
                 if here in (pair.one, pair.other) and far in ranks:
@@ -234,7 +235,7 @@ class SupervisorActor:
                 else:
                     continue
                 return
-            await asyncio.sleep(links.PERIOD_S)
+            await asyncio.sleep(max(0.0, links.PERIOD_S - (time.monotonic() - began)))
 
     async def _detect(self, epoch: int, watch: Watch) -> None:
         looking: asyncio.Task[None] | None = None

@@ -18,7 +18,9 @@ from ray.exceptions import RayError
 
 #: For one connection, in seconds. The first packet may be lost; it is sent again after one second.
 CONNECT_S: Final = 1.5
-#: Between two looks, in seconds.
+#: For an agent to say what it sees, in seconds; one on a node that is out of reach must not delay the look.
+_ANSWER_S: Final = CONNECT_S + 0.3
+#: From one look to the next, in seconds; a look that meets silence takes longer.
 PERIOD_S: Final = 1.0
 #: So many looks in a row must have failed.
 PATIENCE: Final = 3
@@ -114,7 +116,7 @@ async def look(
             if node_id == here:
                 silent: Sequence[str] = await silent_of(others)
             else:
-                silent = await asyncio.wait_for(_wrap(agents[node_id].silent.remote(others)), 2 * CONNECT_S)
+                silent = await asyncio.wait_for(_wrap(agents[node_id].silent.remote(others)), _ANSWER_S)
         except (RayError, asyncio.TimeoutError):
             return  # what it sees is not known; whether it is seen, the others say
         looked.update(Pair.of(node_id, other) for other in others)
