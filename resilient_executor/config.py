@@ -99,6 +99,9 @@ class ExecutorConfig:
             A node's object store must hold one for each rank and step in flight.
         step_buffer_bytes: the same for requests and replies. Ray keeps those of dead epochs for as long as the driver
             lives, so they are small.
+        parking: readers of the graph sleep while there is nothing to read; False lets them spin, as Ray has it.
+        busy_wait_ms: how long they spin before they sleep; None means 2 ms on a node with more cores than it has
+            workers and driver, and not at all elsewhere.
         eager_graph: build the graph at start-up; False builds it at the first step.
 
         env_prefixes, env_names: which of the driver's environment variables workers get.
@@ -161,6 +164,8 @@ class ExecutorConfig:
     max_inflight_steps: int | None = None
     stage_buffer_bytes: int = 1 << 20
     step_buffer_bytes: int = 1 << 15
+    parking: bool = True
+    busy_wait_ms: int | None = None
     eager_graph: bool = True
 
     env_prefixes: tuple[str, ...] = DEFAULT_ENV_PREFIXES
@@ -221,6 +226,8 @@ class ExecutorConfig:
                 raise ConfigError(f"status_port must be at most 65535, not {self.status_port}")
         if not re.fullmatch(r"[A-Za-z0-9.:_-]+", self.status_host):
             raise ConfigError(f"status_host must be an address or a host's name, not {self.status_host!r}")
+        if self.busy_wait_ms is not None:
+            self._check_int("busy_wait_ms", at_least=0)
         if self.max_inflight_steps is not None:
             self._check_int("max_inflight_steps", at_least=1)
         for name in _SECONDS:

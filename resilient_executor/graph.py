@@ -19,8 +19,9 @@ import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import RayTaskError
 
-from resilient_executor import ray_guard
+from resilient_executor import doorbell, ray_guard
 from resilient_executor.config import ExecutorConfig, Transport
+from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import ConfigError, StateError
 from resilient_executor.ranks import grid
 
@@ -40,13 +41,19 @@ _CACHED_S: Final = 5.0
 class StepGraph:
     """Owns one compiled graph, from its compilation to its teardown."""
 
-    def __init__(self, workers: Sequence[ActorHandle], config: ExecutorConfig) -> None:
+    def __init__(self, workers: Sequence[ActorHandle], config: ExecutorConfig, bell: BellPlan | None = None) -> None:
         """Compile the graph over workers in rank order.
+
+        Args:
+            workers: in rank order.
+            config: of the executor.
+            bell: where the driver listens while it waits for replies; None lets it spin.
 
         Raises:
             ray.exceptions.RayError: a worker died meanwhile.
         """
         ray_guard.install()
+        self._bell: Doorbell | None = None
         self.timeout_s = config.step_timeout_s
         transport = resolve_transport(config)
         with InputNode() as request:
@@ -76,12 +83,17 @@ class StepGraph:
         # have died and taken the buffer with it, and the registration would abort this process (see ray_guard.py).
         for channel in self._dag.dag_output_channels:
             channel.ensure_registered_as_reader()
+        if bell is not None:
+            self._bell = doorbell.listen_in_driver(bell, self._dag._dag_output_fetcher)
 
     def submit(self, request: bytes) -> list[CompiledDAGRef]:
         """Send one step request into the graph; the references are for :meth:`fetch`, in order of submission."""
         if self._dag is None:
             raise StateError("the graph has been torn down")
-        return self._dag.execute(request)  # type: ignore[no-any-return]  # a list: the root is a MultiOutputNode
+        references = self._dag.execute(request)
+        if self._bell is not None:
+            self._bell.ring()
+        return references  # type: ignore[no-any-return]  # a list: the root is a MultiOutputNode
 
     def fetch(self, references: list[CompiledDAGRef]) -> list[bytes]:
         """Wait for the replies of the last stage, in TP order.
@@ -136,6 +148,8 @@ class StepGraph:
         thread = threading.Thread(target=_tear_down, args=(dag,), name="resilient-executor-teardown", daemon=True)
         thread.start()
         thread.join(timeout_s)
+        if self._bell is not None:
+            self._bell.close()
         if thread.is_alive():
             logger.warning("the teardown of a compiled graph did not end within %g s; it is left behind", timeout_s)
         return not thread.is_alive()

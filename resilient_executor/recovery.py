@@ -343,8 +343,8 @@ class Recovery:
         group = new.group
         assert group is not None
         with self._phase("compile", incident):
-            group.prepare_graph(deadline)
-            new.graph = StepGraph(group.handles, self._config)
+            bell = group.prepare_graph(self._driver_node_id, deadline)
+            new.graph = StepGraph(group.handles, self._config, bell)
             new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge)
         with self._phase("warm_up", incident):
             step_id = next(self._step_ids)

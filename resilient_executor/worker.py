@@ -21,7 +21,8 @@ from typing import Any
 import ray
 from ray.dag import DAGContext
 
-from resilient_executor import environment, measurements, processes, protocol, ray_guard, stacks
+from resilient_executor import doorbell, environment, measurements, processes, protocol, ray_guard, stacks
+from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import StateError
 from resilient_executor.lease import Lease
 from resilient_executor.protocol import (
@@ -72,6 +73,7 @@ class WorkerActor:
         self._slowest_step_s = 0.0
         self._rpc_in_hand = ""
         self._graph_thread = 0
+        self._bell: Doorbell | None = None
         #: When the last traced step ended, in ns since the Unix epoch; 0 for none.
         self._idle_since = 0
         threading.Thread(target=self._keep_lease, name="resilient-executor-lease", daemon=True).start()
@@ -146,12 +148,15 @@ class WorkerActor:
     def _enter(self, phase: Phase) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
 
-    def prepare_graph(self, buffer_bytes: int) -> None:
-        """Set the first size of the buffers that this worker writes to; the graph is compiled next.
+    def prepare_graph(self, buffer_bytes: int, bell: BellPlan | None = None) -> None:
+        """Get ready for the graph, which is compiled next.
 
-        See ``graph.buffer_size`` for why it is set here.
+        Args:
+            buffer_bytes: first size of the buffers that this worker writes to; see ``graph.buffer_size``.
+            bell: where it listens while it has nothing to read; None lets it spin.
         """
         self._enter(Phase.COMPILING)
+        self._bell = doorbell.listen_in_worker(bell) if bell is not None else None
         DAGContext.get_current().buffer_size_bytes = buffer_bytes
 
     def shut_down(self) -> None:

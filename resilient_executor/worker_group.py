@@ -18,8 +18,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from resilient_executor import measurements, ranks
+from resilient_executor import doorbell, measurements, ranks
 from resilient_executor.config import ExecutorConfig
+from resilient_executor.doorbell import BellPlan
 from resilient_executor.errors import RpcTimeout, WorkerStartError
 from resilient_executor.journal import JournalEntry
 from resilient_executor.placement import Reservation, worker_options
@@ -149,8 +150,11 @@ class WorkerGroup:
         context = self._context()
         self._timed("load", "load_model", [handle.load_model.remote(context) for handle in self.handles], deadline)
 
-    def prepare_graph(self, deadline: float) -> None:
+    def prepare_graph(self, driver_node_id: str, deadline: float) -> BellPlan | None:
         """Have the workers ready for the compilation of their graph.
+
+        Returns:
+            the plan of the driver's own bell; None where nobody is to sleep.
 
         Raises:
             WorkerStartError: a process died.
@@ -160,9 +164,14 @@ class WorkerGroup:
             self.config.step_buffer_bytes if rank >= last else self.config.stage_buffer_bytes
             for rank in range(len(self.handles))
         ]
-        self._all(
-            "compile", [h.prepare_graph.remote(size) for h, size in zip(self.handles, sizes, strict=True)], deadline
-        )
+        nodes = [info.process.node_id for info in self.infos]
+        driver: BellPlan | None = None
+        workers: list[BellPlan | None] = [None] * len(nodes)
+        if self.config.parking:
+            driver, workers = doorbell.plan(self.config, nodes, driver_node_id)
+        pairs = zip(self.handles, sizes, workers, strict=True)
+        self._all("compile", [h.prepare_graph.remote(size, bell) for h, size, bell in pairs], deadline)
+        return driver
 
     def set_phase(self, phase: Phase, deadline: float) -> None:
         """Tell the workers which phase they are in, for their heartbeats.
