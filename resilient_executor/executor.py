@@ -95,7 +95,7 @@ class ResilientExecutor:
 
     def _start(self, config: ExecutorConfig, variables: dict[str, str]) -> None:
         began = time.monotonic()
-        self._supervision = Supervision(config, self._overseer.on_finding)
+        self._supervision = Supervision(config, self._overseer.on_finding, self._overseer.awaited)
         self._recovery = Recovery(
             config,
             self._lifecycle,
