@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import ray
 from ray.dag import InputNode, MultiOutputNode
 from rich.console import Console
@@ -184,13 +183,16 @@ def _median_us(step: Callable[[Any], Any], steps: int) -> float:
 
 def measure_idle(wakes: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """CPU of workers and driver without a graph and with an idle one; and steps after a pause, over steps in a row."""
+    import psutil  # of the test tools
+
     with ResilientExecutor(config_for(WorkerSpec(EchoWorker), eager_graph=False)) as executor:
         processes = [psutil.Process(), *(psutil.Process(worker.process.pid) for worker in executor.workers)]
         without = _cores(processes)
         _run_through(executor)
         time.sleep(1.0)
         idle = _cores(processes) - without
-        row, paused = [], []
+        row: list[float] = []
+        paused: list[float] = []
         for number in range(wakes):
             for samples, pause_s in ((paused, 0.1), (row, 0.0)):
                 time.sleep(pause_s)
@@ -209,7 +211,7 @@ def measure_idle(wakes: int, progress: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
-def _cores(processes: Sequence[psutil.Process], seconds: float = 5.0) -> float:
+def _cores(processes: Sequence[Any], seconds: float = 5.0) -> float:
     def used() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
