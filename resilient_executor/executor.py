@@ -32,13 +32,12 @@ from resilient_executor.recovery import Recovery
 from resilient_executor.rpc import CollectiveRpc
 from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.incidents import Incident
+from resilient_executor.takedown import take_down
 from resilient_executor.worker_group import first_line
 
 logger = logging.getLogger(__name__)
 
 _NOTHING: Final = object()
-#: What shutdown may take for healthy workers to put their things in order.
-_FAREWELL_S: Final = 2.0
 
 
 class ResilientExecutor:
@@ -93,7 +92,7 @@ class ResilientExecutor:
 
     def _start(self, config: ExecutorConfig, variables: dict[str, str]) -> None:
         began = time.monotonic()
-        self._supervision = Supervision(config, self._overseer.on_finding)
+        self._supervision = Supervision(config, self._overseer.on_finding, self._overseer.awaited)
         self._supervision.can_do_without = lambda nodes: placement.has_room_without(config, nodes)
         self._recovery = Recovery(
             config,
@@ -354,7 +353,8 @@ class ResilientExecutor:
             with telemetry.ending(self._telemetry, lambda: self.epoch):
                 if ray.is_initialized():
                     self._end_start()
-                    self._take_down()
+                    if self._recovery is not None and self._supervision is not None:
+                        take_down(self._config, self._lifecycle, self._overseer, self._recovery, self._supervision)
                     if self._connected_here:
                         cluster.disconnect()
 
@@ -368,31 +368,6 @@ class ResilientExecutor:
                 return
             if (group := getattr(self._lifecycle.current, "group", None)) and self._supervision is not None:
                 self._supervision.fence(group.processes())
-
-    def _take_down(self) -> None:
-        recovery, supervision, current = self._recovery, self._supervision, self._lifecycle.current
-        if recovery is None or supervision is None:
-            return
-        recovery.stopping.set()
-        healthy = current is not None and current.served and not current.condemned
-        if not healthy and current is not None and current.group is not None:
-            # Whoever is in the middle of building it waits for its workers: that ends with them.
-            supervision.fence(current.group.processes())
-        self._overseer.stop(self._config.teardown_timeout_s)
-        if current is not None and healthy:
-            supervision.retire(current.epoch)
-            if current.pipeline is not None:
-                current.pipeline.condemn(None)
-            # No teardown before they are gone: it would last as long as the step in their hands.
-            if current.group is not None:
-                current.group.shut_down(_FAREWELL_S)
-        if (last := self._lifecycle.current) is not None:
-            try:
-                recovery.bury(last, None)
-            except Exception as error:  # noqa: BLE001 - the rest must be taken down all the same
-                logger.error("shutdown: %s", error)
-        recovery.end()
-        supervision.stop()
 
     def __enter__(self) -> ResilientExecutor:
         return self

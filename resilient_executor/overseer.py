@@ -120,6 +120,13 @@ class Overseer:
         for rank in range(self._config.world_size):
             generation.doing.setdefault(rank, activity)
 
+    def awaited(self, epoch: int) -> int:
+        """The newest step that an epoch has in flight, or -1."""
+        generation = self._lifecycle.current
+        if generation is None or generation.epoch != epoch or generation.pipeline is None:
+            return -1
+        return generation.pipeline.newest_step
+
     def on_finding(self, finding: Finding) -> None:
         """News from the supervisor about one worker."""
         generation = self._lifecycle.current

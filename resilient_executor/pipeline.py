@@ -164,6 +164,14 @@ class StepPipeline:
         except IndexError:
             return -1
 
+    @property
+    def newest_step(self) -> int:
+        """The step at the end of the pipeline, or -1 when none is in flight."""
+        try:
+            return self._inflight[-1].step_id
+        except IndexError:
+            return -1
+
     # -- one end ----------------------------------------------------------------------------------------------------
 
     def submit(

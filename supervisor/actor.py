@@ -287,8 +287,13 @@ class SupervisorActor:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    async def findings(self, epoch: int, known: int, timeout_s: float) -> list[Finding]:
-        """All findings of ``epoch``; waits until there are more than ``known``, at most ``timeout_s``."""
+    async def findings(self, epoch: int, known: int, timeout_s: float, awaited: int = -1) -> list[Finding]:
+        """All findings of ``epoch``; waits until there are more than ``known``, at most ``timeout_s``.
+
+        ``awaited`` is the newest step that the caller has in flight, or -1.
+        """
+        if self._watch is not None and self._watch.epoch == epoch:
+            self._watch.awaited(awaited)
         deadline = time.monotonic() + timeout_s
         while epoch == self._epoch and len(self._findings) <= known:
             self._changed.clear()

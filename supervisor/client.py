@@ -49,13 +49,20 @@ class SupervisorUnreachable(ResilientExecutorError):
 class Supervision:
     """Makes, feeds and replaces the supervisor and the agents. Safe for several threads."""
 
-    def __init__(self, config: ExecutorConfig, on_finding: Callable[[Finding], None]) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        on_finding: Callable[[Finding], None],
+        awaited: Callable[[int], int] = lambda _: -1,
+    ) -> None:
         """Nothing is started yet.
 
         Args:
             config: heartbeat and time settings.
             on_finding: called in the listening thread, once for each finding; must not block.
+            awaited: the newest step that an epoch has in flight, or -1; called in the same thread.
         """
+        self._awaited = awaited
         self._config = config
         self._on_finding = on_finding
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -210,7 +217,8 @@ class Supervision:
                 continue
             try:
                 assert supervisor is not None
-                findings = ray.get(supervisor.findings.remote(epoch, known, _POLL_S), timeout=_POLL_S + _GRACE_S)
+                call = supervisor.findings.remote(epoch, known, _POLL_S, self._awaited(epoch))
+                findings = ray.get(call, timeout=_POLL_S + _GRACE_S)
             except (RayError, GetTimeoutError):
                 if not self._stopping.is_set():
                     self._recover_supervisor(supervisor)

@@ -8,7 +8,8 @@ for a while reads old ages then, not large ones, so a pause of its own convicts 
 A group can hang in three ways, and each is looked for:
 
 * a rank has a step in hand for too long;
-* a step is finished by some ranks, and others never get it: it is lost between two of them;
+* a step is finished by some ranks, or the driver waits for it, and others never get it: it is lost between two of
+  them, or a worker sleeps and does not hear that it is rung;
 * a rank runs and does not answer at all: something in it holds Python's lock, and does not let go.
 """
 
@@ -115,6 +116,7 @@ class ProgressDetector:
         self._progress: dict[int, Progress] = {}
         self._behind_since: float | None = None
         self._baseline = -1
+        self._awaited = -1
         self._last_pass = now
 
     def heard(self, progress: Progress) -> None:
@@ -126,6 +128,10 @@ class ProgressDetector:
         # A step of the group counts once, however many ranks have run it.
         steps = progress.steps_done - before.steps_done if progress.rank == self._ranks[0] else 0
         self._deadline.learn(progress.slowest_step_s, steps)
+
+    def awaited(self, step: int) -> None:
+        """The driver has this step in flight, its newest; -1 for none. May be as old as the driver's last call."""
+        self._awaited = step
 
     def evaluate(self, now: float, running_silent: Mapping[int, float] | None = None) -> Stall | None:
         """Judge the group at ``now``.
@@ -164,14 +170,14 @@ class ProgressDetector:
         return Stall(ranks, oldest.step_age_s, limit, self._overdue(step, oldest.step_age_s, limit))
 
     def _step_lost(self, now: float, late: bool) -> Stall | None:
-        """A step that some have finished and others have not even begun."""
+        """A step that some have finished, or the driver waits for, and others have not even begun."""
         everyone = [self._progress.get(rank) for rank in self._ranks]
         known = [p for p in everyone if p is not None and p.phase is Phase.SERVING]
         if len(known) < len(everyone) or any(p.step_in_hand >= 0 for p in known):
             self._behind_since = None
             return None
         # A step that was raised in goes no further: those behind it never see it, and need not.
-        newest = max(p.last_step for p in known)
+        newest = max(self._awaited, *(p.last_step for p in known))
         baseline = max(min(p.last_step for p in known), *(p.failed_step for p in known))
         if baseline >= newest:
             self._behind_since = None

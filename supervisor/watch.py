@@ -157,6 +157,10 @@ class Watch:
         else:
             self._runs.discard(rank)
 
+    def awaited(self, step: int) -> None:
+        """The newest step that the driver has in flight, or -1."""
+        self._group.awaited(step)
+
     def judge(self, now: float) -> tuple[list[Conviction], list[int]]:
         """A pass of the loop: fresh convictions, and the ranks whose processes should be looked at."""
         convictions, suspects = [], []

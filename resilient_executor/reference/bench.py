@@ -179,6 +179,48 @@ def _median_us(step: Callable[[Any], Any], steps: int) -> float:
     return statistics.median(samples) * 1e6
 
 
+# -- the cost of doing nothing ----------------------------------------------------------------------------------------
+
+
+def measure_idle(wakes: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """CPU of workers and driver without a graph and with an idle one; and steps after a pause, over steps in a row."""
+    import psutil  # of the test tools
+
+    with ResilientExecutor(config_for(WorkerSpec(EchoWorker), eager_graph=False)) as executor:
+        processes = [psutil.Process(), *(psutil.Process(worker.process.pid) for worker in executor.workers)]
+        without = _cores(processes)
+        _run_through(executor)
+        time.sleep(1.0)
+        idle = _cores(processes) - without
+        row: list[float] = []
+        paused: list[float] = []
+        for number in range(wakes):
+            for samples, pause_s in ((paused, 0.1), (row, 0.0)):
+                time.sleep(pause_s)
+                began = time.perf_counter()
+                executor.execute_model(number)
+                executor.sample_tokens(None)
+                samples.append(time.perf_counter() - began)
+    usual = statistics.median(row)
+    wake = [(took - usual) * 1e3 for took in paused]
+    progress(f"idle: {idle:.3f} cores more than without a graph; waking p50 {statistics.median(wake):.2f} ms")
+    return {
+        "idle_cores": idle,
+        "idle_cores_without_graph": without,
+        "wake_p50_ms": statistics.median(wake),
+        "wake_p99_ms": quantile(wake, 0.99),
+    }
+
+
+def _cores(processes: Sequence[Any], seconds: float = 5.0) -> float:
+    def used() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before, began = used(), time.monotonic()
+    time.sleep(seconds)
+    return (used() - before) / (time.monotonic() - began)
+
+
 # -- how fast a death is seen -----------------------------------------------------------------------------------------
 
 
@@ -272,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results: dict[str, Any] = {
             **measure_step(options.rounds, options.steps, progress),
+            **measure_idle(100, progress),
             **measure_detection(options.kills, progress),
             **measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
         }

@@ -178,6 +178,36 @@ def test_a_step_that_is_lost_between_two_ranks_is_found() -> None:
     assert 15 < states.index(first) <= 18
 
 
+def test_a_step_that_the_driver_waits_for_and_nobody_has_begun_is_found() -> None:
+    it = detector(2)
+    states = []
+    for beat in range(1, 21):
+        feed(it, idle(0, 9), idle(1, 9))
+        it.awaited(10)
+        states.append(it.evaluate(beat * INTERVAL))
+    first = next(stall for stall in states if stall is not None)
+    assert first.ranks == (0, 1)
+    assert 15 < states.index(first) <= 18
+
+
+@pytest.mark.parametrize("awaited", [-1, 3, 9])
+def test_a_driver_that_waits_for_nothing_new_convicts_nobody(awaited: int) -> None:
+    it = detector(2)
+    for beat in range(1, 100):
+        feed(it, idle(0, 9), idle(1, 9))
+        it.awaited(awaited)
+        assert it.evaluate(beat * INTERVAL) is None
+
+
+def test_steps_that_come_and_go_faster_than_heartbeats_are_not_lost() -> None:
+    """The driver is always a step ahead of what the workers last said."""
+    it = detector(2)
+    for beat in range(1, 100):
+        feed(it, idle(0, 10 * beat), idle(1, 10 * beat))
+        it.awaited(10 * beat + 7)
+        assert it.evaluate(beat * INTERVAL) is None
+
+
 def test_a_step_that_was_raised_in_is_lost_to_nobody() -> None:
     """The stages behind it never see it."""
     it = detector(2)
