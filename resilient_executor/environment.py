@@ -7,7 +7,7 @@ the tenth replacement gets exactly what the first worker got, whatever has happe
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -86,21 +86,3 @@ def apply(values: Mapping[str, str], environ: MutableMapping[str, str] | None = 
         environ: where to set them; None is this process's own environment.
     """
     (os.environ if environ is None else environ).update(values)
-
-
-def show_devices(device_key: str, ids: Sequence[str] | None) -> None:
-    """Have this process see the devices with these ids, as Ray does for an actor that claims them; None: all.
-
-    A process that Ray has given no device sees none; engines look at them while they are imported.
-    """
-    if device_key == "CPU":
-        return
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-
-    manager = get_accelerator_manager_for_resource(device_key)
-    if manager is None:
-        return
-    if ids is None:
-        os.environ.pop(manager.get_visible_accelerator_ids_env_var(), None)
-    else:
-        manager.set_current_process_visible_accelerator_ids(list(ids))

@@ -37,7 +37,7 @@ from resilient_executor.protocol import (
     WorkerSpec,
 )
 from resilient_executor.telemetry import logs, propagation
-from resilient_executor.worker_support import capture, logged, preload, resolve, serialized
+from resilient_executor.worker_support import capture, logged, preload, resolve, serialized, show_devices
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class WorkerActor:
             the seconds that it took.
         """
         environment.apply(variables)
-        environment.show_devices(device_key, None)
+        show_devices(device_key, None)
         failures: list[Exception] = []
 
         def imports() -> None:
@@ -123,7 +123,7 @@ class WorkerActor:
         self._lease = Lease(lease_s, lease_grace_s, time.monotonic())
         self._device_ids = devices or ()
         if devices is not None:
-            environment.show_devices(device_key, devices)
+            show_devices(device_key, devices)
         self._enter(Phase.STARTING)
 
     def describe(self) -> WorkerInfo:

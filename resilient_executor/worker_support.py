@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from resilient_executor.protocol import WorkerException, WorkerSpec
 from resilient_executor.telemetry import propagation
@@ -74,3 +77,19 @@ def resolve(cls: str | type) -> type:
         return cls
     module, _, name = cls.partition(":")
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # a class, by contract
+
+
+def show_devices(device_key: str, ids: Sequence[str] | None) -> None:
+    """Have this process see the devices with these ids, as Ray does for an actor that claims them; None: all.
+
+    A process that Ray has given no device sees none; engines look at them while they are imported.
+    """
+    if device_key == "CPU":
+        return
+    manager = get_accelerator_manager_for_resource(device_key)
+    if manager is None:
+        return
+    if ids is None:
+        os.environ.pop(manager.get_visible_accelerator_ids_env_var(), None)
+    else:
+        manager.set_current_process_visible_accelerator_ids(list(ids))
