@@ -37,7 +37,6 @@ def params(tokens: int, seed: int) -> list[SamplingParams]:
 
 def serve(executor: ResilientExecutor, engine: ReferenceEngine, tokens: int, seed: int) -> None:
     before = len(executor.incidents)
-    nodes = [worker.node_ip for worker in executor.workers]
     ids = [engine.add_request(p, one) for p, one in zip(PROMPTS, params(tokens, seed), strict=True)]
     out: dict[str, list[int]] = {one: [] for one in ids}
     errors: dict[str, str] = {}
@@ -56,7 +55,7 @@ def serve(executor: ResilientExecutor, engine: ReferenceEngine, tokens: int, see
                 errors[event.request_id] = str(event.error)
         if not marked and min(len(t) for t in out.values()) >= _MARK:
             marked = True
-            say("mark", nodes=nodes)
+            say("mark", nodes=[worker.node_ip for worker in executor.workers])
     incidents = executor.incidents[before:]
     say(
         "done",
