@@ -1,7 +1,8 @@
 """Nodes die, freeze, lose their cable or each other: the engine goes on elsewhere, with the tokens that were due.
 
 ``ROUNDS=10 SEED=7`` repeats every fault so often; the figures are printed (``-s``) as one JSON line a round.
-``RETURN=1`` lets frozen nodes come back instead of killing them. ``RAY_DEFAULTS=1 SLACK=20`` takes Ray's own health checks instead of the fast ones.
+``RETURN=1`` lets frozen nodes come back instead of killing them. ``RAY_DEFAULTS=1 SLACK=20`` takes
+ Ray's own health checks instead of the fast ones.
 """
 
 from __future__ import annotations
