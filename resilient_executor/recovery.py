@@ -93,7 +93,9 @@ class Recovery:
             quiet_s=config.backoff_reset_s,
         )
         self.stopping = threading.Event()
-        self.standbys = Standbys(config, variables, supervision.fence, lambda: lifecycle.emit("standbys"))
+        self.standbys = Standbys(
+            config, variables, supervision.fence, supervision.kill, lambda: lifecycle.emit("standbys")
+        )
         self._sites = Sites(config, lifecycle, supervision, driver_node_id, self.stopping)
         #: Phases of the first start -> seconds.
         self.start_phases: dict[str, float] = {}

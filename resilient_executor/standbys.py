@@ -44,6 +44,9 @@ _PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 120.0
 #: For the thread to end, and for an answer that is there, in seconds.
 _END_S: Final = 5.0
+#: For a standby to answer before it is given a rank, in seconds: a frozen one would keep the rebuild waiting. One that
+#: is only slow is not missed much: the rank starts cold.
+_ANSWER_S: Final = 1.0
 #: A rank that is created before it has a number.
 UNRANKED: Final = -1
 
@@ -58,6 +61,7 @@ class Standby:
         alive: a call that fails when the process has ended, and never returns before.
         prepared: a call that returns when its imports are done; None once they are.
         since: when it was made, seconds of the monotonic clock.
+        process: its process, once its imports are done.
     """
 
     node_id: str
@@ -65,19 +69,33 @@ class Standby:
     alive: Any
     prepared: Any
     since: float
+    process: ProcessIdentity | None = None
 
 
 @dataclass(frozen=True)
 class Vacancy:
-    """A bundle that a rank is to be created for, and who holds its device when a standby takes the rank.
+    """A bundle that a rank is to be created for.
 
     Attributes:
         node_id: the bundle's node, or "" if it is not known.
-        holder: an actor in the bundle that claims its device; None where the bundle alone does, on CPUs.
     """
 
     node_id: str
-    holder: ActorHandle | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A standby that has been given a rank.
+
+    Attributes:
+        handle: its actor.
+        info: Ray's reference to what it says of itself; fails with whatever kept it from taking the rank.
+        holder: an actor in the bundle that claims its device; None where the bundle alone does, on CPUs.
+    """
+
+    handle: ActorHandle
+    info: Any
+    holder: ActorHandle | None
 
 
 class DeviceHolder:
@@ -96,11 +114,13 @@ class Standbys:
         config: ExecutorConfig,
         variables: Mapping[str, str],
         fence: Callable[[Sequence[ProcessIdentity]], Sequence[Fenced]],
+        kill: Callable[[ProcessIdentity], None],
         changed: Callable[[], None],
     ) -> None:
         self._config = config
         self._changed = changed
         self._fence = fence
+        self._kill = kill
         self._variables = dict(variables)
         self._lock = threading.Lock()
         self._standbys: list[Standby] = []
@@ -164,16 +184,16 @@ class Standbys:
         """Where the ranks of a reservation will be, in order of creation; none if nobody could take them."""
         if not self.enabled or not any(self.counts().values()):
             return []
+        self._weed()
         table = ray.util.placement_group_table(reservation.group)
         nodes = {int(index): str(node) for index, node in table.get("bundles_to_node_id", {}).items()}
         return [Vacancy(nodes.get(index, "")) for index in reservation.bundle_indices]
 
-    def take(self, vacancy: Vacancy, reservation: Reservation, created_rank: int) -> tuple[Vacancy, ActorHandle] | None:
-        """Have a standby of that node take a rank; those that are ready come first.
+    def take(self, vacancy: Vacancy, reservation: Reservation, created_rank: int) -> Taken | None:
+        """Have a standby of that node take a rank; None if there is none that is ready.
 
-        Returns:
-            the vacancy, with whoever holds its device, and the standby's actor, which describes itself like any worker;
-            None if there is no standby.
+        One that still imports is left to it: at its low priority it could take longer than a cold start, and nothing
+        would end a rebuild that waits for an import that hangs.
         """
         standby = self._pick(vacancy.node_id)
         if standby is None:
@@ -184,18 +204,41 @@ class Standbys:
             strategy = reservation.strategy(created_rank)
             holder = ray.remote(**worker_options(config))(DeviceHolder).options(scheduling_strategy=strategy).remote()
             devices = holder.devices.remote()
-        standby.handle.take_rank.remote(created_rank, config.lease_s, config.lease_grace_s, config.device_key, devices)
-        return Vacancy(vacancy.node_id, holder), standby.handle
+        info = standby.handle.take_rank.remote(
+            created_rank, config.lease_s, config.lease_grace_s, config.device_key, devices
+        )
+        return Taken(standby.handle, info, holder)
+
+    def _weed(self) -> None:
+        """Part with those that are ready and do not answer now: dead or frozen, they are no use to a rank."""
+        with self._lock:
+            asked = {s.handle.heartbeat.remote(0): s for s in self._standbys if s.prepared is None}
+        if not asked:
+            return
+        ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S, fetch_local=False)
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        with self._lock:
+            silent = [standby for reference, standby in asked.items() if reference not in answered]
+            for standby in [s for s in silent if s in self._standbys]:
+                self._standbys.remove(standby)
+                self._discard(standby)
+                self._lost(standby, f"it does not answer within {_ANSWER_S:g} s", time.monotonic())
+
+    def _discard(self, standby: Standby) -> None:
+        """End one that nobody wants. ``ray.kill`` alone leaves a frozen process; an agent's SIGKILL ends it."""
+        if (process := standby.process or process_of(standby.handle)) is not None:
+            self._kill(process)
+        ray.kill(standby.handle, no_restart=True)
 
     def _pick(self, node_id: str) -> Standby | None:
         with self._lock:
-            here = [standby for standby in self._standbys if standby.node_id == node_id]
+            here = [s for s in self._standbys if s.node_id == node_id and s.prepared is None]
             if here:
                 dead, _ = ray.wait([standby.alive for standby in here], num_returns=len(here), timeout=0)
                 here = [standby for standby in here if standby.alive not in dead]
             if not here:
                 return None
-            chosen = min(here, key=lambda standby: (standby.prepared is not None, standby.since))
+            chosen = min(here, key=lambda standby: standby.since)
             self._standbys.remove(chosen)
             return chosen
 
@@ -231,7 +274,7 @@ class Standbys:
             for surplus in [s for s in self._standbys if present[s.node_id] > self._wanted.get(s.node_id, 0)]:
                 present[surplus.node_id] -= 1
                 self._standbys.remove(surplus)
-                ray.kill(surplus.handle, no_restart=True)
+                self._discard(surplus)
             if now < self._not_before or any(standby.prepared is not None for standby in self._standbys):
                 return
             lacking = [node for node, number in self._wanted.items() if present[node] < number]
@@ -248,7 +291,10 @@ class Standbys:
         )(ChaosWorkerActor if self._config.allow_chaos else WorkerActor)
         handle = remote.options(scheduling_strategy=on_node(node_id)).remote(UNRANKED)
         prepared = handle.prepare.remote(
-            self._variables, cloudpickle.dumps(self._config.worker), self._config.device_key
+            self._variables,
+            cloudpickle.dumps(self._config.worker),
+            self._config.device_key,
+            self._config.devices_per_worker,
         )
         return Standby(node_id, handle, handle.sentinel.remote(), prepared, now)
 
@@ -257,18 +303,18 @@ class Standbys:
         if not done:
             if now - standby.since > self._config.loading_timeout_s:
                 self._standbys.remove(standby)
-                ray.kill(standby.handle, no_restart=True)
+                self._discard(standby)
                 self._lost(standby, f"its imports took longer than {self._config.loading_timeout_s:g} s", now)
             return
         try:
-            seconds = ray.get(standby.prepared, timeout=_END_S)
+            seconds, standby.process = ray.get(standby.prepared, timeout=_END_S)
         except RayTaskError as error:
             # The next one would meet it again, and so would an ordinary start, which reports it in full.
             cause = " ".join(str(error.cause or error).split())[:300]
             self._off = cause
             logger.warning("no warm standbys: the worker's class cannot be imported ahead: %s", cause)
             for one in self._standbys:
-                ray.kill(one.handle, no_restart=True)
+                self._discard(one)
             self._standbys.clear()
         except RayError as error:
             self._standbys.remove(standby)

@@ -27,6 +27,7 @@ from resilient_executor.lease import Lease
 from resilient_executor.protocol import (
     LEASE_EXIT_CODE,
     Phase,
+    ProcessIdentity,
     Progress,
     RankAssignment,
     RpcEnvelope,
@@ -37,7 +38,7 @@ from resilient_executor.protocol import (
     WorkerSpec,
 )
 from resilient_executor.telemetry import logs, propagation
-from resilient_executor.worker_support import capture, logged, preload, resolve, serialized, show_devices
+from resilient_executor.worker_support import capture, count_threads, logged, preload, resolve, serialized, show_devices
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class WorkerActor:
 
     # -- coming up --------------------------------------------------------------------------------------------------
 
-    def prepare(self, variables: Mapping[str, str], spec: bytes, device_key: str) -> float:
+    def prepare(
+        self, variables: Mapping[str, str], spec: bytes, device_key: str, amount: float = 1.0
+    ) -> tuple[float, ProcessIdentity]:
         """As a standby: do what needs neither a rank nor a device, which is the environment and the engine's imports.
 
         They run in a thread of their own at a low priority, which ends with it: an ordinary one could not be taken back
@@ -93,10 +96,12 @@ class WorkerActor:
             variables: see :meth:`init_worker`.
             spec: see :meth:`init_worker`.
             device_key: the resource that this worker will take.
+            amount: how much of it.
 
         Returns:
-            the seconds that it took.
+            the seconds that it took, and this process.
         """
+        count_threads(device_key, amount)
         environment.apply(variables)
         show_devices(device_key, None)
         failures: list[Exception] = []
@@ -113,18 +118,23 @@ class WorkerActor:
         thread.join()  # bounded by whoever waits for this call: it ends this process
         if failures:
             raise failures[0]
-        return time.monotonic() - began
+        took_s = time.monotonic() - began
+        return took_s, processes.identify(os.getpid(), ray.get_runtime_context().get_node_id())
 
     def take_rank(
         self, created_rank: int, lease_s: float, lease_grace_s: float, device_key: str, devices: tuple[str, ...] | None
-    ) -> None:
-        """As a standby: become a worker, on the devices of a bundle."""
+    ) -> WorkerInfo:
+        """As a standby: become a worker, on the devices of a bundle. Returns what :meth:`describe` does.
+
+        When whoever holds the devices has died, this call fails instead, and so does the attempt.
+        """
         self._created_rank = self._rank = created_rank
         self._lease = Lease(lease_s, lease_grace_s, time.monotonic())
         self._device_ids = devices or ()
         if devices is not None:
             show_devices(device_key, devices)
         self._enter(Phase.STARTING)
+        return self.describe()
 
     def describe(self) -> WorkerInfo:
         """Who and where this worker is."""

@@ -65,6 +65,8 @@ class WorkerGroup:
     telemetry: Telemetry | None = None
     #: Actors that claim the devices of ranks which standbys have taken.
     holders: list[ActorHandle] = field(default_factory=list)
+    #: Ray's references to what each worker says of itself, in order of creation.
+    _describing: list[Any] = field(default_factory=list)
 
     def spawn(self, reservation: Reservation, standbys: Standbys | None = None) -> int:
         """Create one actor for each bundle, or have a standby take its rank. :meth:`describe` waits for them.
@@ -84,9 +86,9 @@ class WorkerGroup:
             if standbys is not None and vacancies:
                 found = standbys.take(vacancies[created_rank], reservation, created_rank)
                 if found is not None:
-                    vacancy, handle = found
-                    self.handles.append(handle)
-                    self.holders += [vacancy.holder] if vacancy.holder is not None else []
+                    self.handles.append(found.handle)
+                    self._describing.append(found.info)
+                    self.holders += [found.holder] if found.holder is not None else []
                     taken += 1
                     continue
             strategy = reservation.strategy(created_rank)
@@ -95,6 +97,7 @@ class WorkerGroup:
                     created_rank, self.config.lease_s, self.config.lease_grace_s
                 )
             )
+            self._describing.append(self.handles[-1].describe.remote())
         return taken
 
     def describe(self, deadline: float) -> None:
@@ -103,9 +106,8 @@ class WorkerGroup:
         Raises:
             WorkerStartError: one did not come up before ``deadline`` (``time.monotonic()``).
         """
-        references = [handle.describe.remote() for handle in self.handles]
         failure: WorkerStartError | None = None
-        for created_rank, reference in enumerate(references):
+        for created_rank, reference in enumerate(self._describing):
             try:
                 [info] = self._all("spawn", [reference], deadline)
                 self.infos.append(info)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -93,3 +95,18 @@ def show_devices(device_key: str, ids: Sequence[str] | None) -> None:
         os.environ.pop(manager.get_visible_accelerator_ids_env_var(), None)
     else:
         manager.set_current_process_visible_accelerator_ids(list(ids))
+
+
+def count_threads(device_key: str, amount: float) -> None:
+    """Set ``OMP_NUM_THREADS`` as Ray does for an actor that claims so many CPUs; a standby claims none, and has 1.
+
+    With another number of threads sums are added up in another order, and tokens may differ. A number that the process
+    was started with stays, as with Ray.
+    """
+    if device_key != "CPU" or any(e.startswith(b"OMP_NUM_THREADS=") for e in _environment_at_start()):
+        return
+    os.environ["OMP_NUM_THREADS"] = str(max(1, math.floor(amount)))
+
+
+def _environment_at_start() -> list[bytes]:
+    return Path("/proc/self/environ").read_bytes().split(b"\0")
