@@ -78,6 +78,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     if action == "run":
         if not arguments.command:
             raise ClusterError("no command is given")
+        # Without a bound: it is the user's own command, in the foreground, and Ctrl-C ends it.
         return int(cluster.popen(0, arguments.command).wait())
     nodes = [arguments.node, arguments.peer] if action in _ON_PAIR else [arguments.node]
     if unknown := [node for node in nodes if node not in present]:

@@ -89,8 +89,6 @@ class Doorbell:
         if spin_ms is None:
             spin_ms = _SPIN_MS if usable_cores() > plan.company else 0
         self.spin_s, self.look_s = spin_ms / 1e3, look_s
-        #: Since when the owner has slept, by ``time.monotonic``; 0.0 while it is awake.
-        self.asleep_since = 0.0
         self._rings = [_abstract(address) for address in plan.rings]
         self._own = _abstract(plan.address)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -125,10 +123,8 @@ class Doorbell:
 
     def sleep(self, seconds: float) -> None:
         """Sleep until it rings, ``seconds`` at most."""
-        self.asleep_since = time.monotonic()
         with contextlib.suppress(OSError), self._poll_lock:
             self._poll.poll(max(0.0, seconds) * 1e3)
-        self.asleep_since = 0.0
 
     def close(self) -> None:
         """Stop listening. Whoever sleeps is woken first. Twice is fine."""

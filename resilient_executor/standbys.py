@@ -73,17 +73,6 @@ class Standby:
 
 
 @dataclass(frozen=True)
-class Vacancy:
-    """A bundle that a rank is to be created for.
-
-    Attributes:
-        node_id: the bundle's node, or "" if it is not known.
-    """
-
-    node_id: str
-
-
-@dataclass(frozen=True)
 class Taken:
     """A standby that has been given a rank.
 
@@ -180,22 +169,22 @@ class Standbys:
 
     # -- taking -----------------------------------------------------------------------------------------------------
 
-    def vacancies(self, reservation: Reservation) -> list[Vacancy]:
-        """Where the ranks of a reservation will be, in order of creation; none if nobody could take them."""
+    def nodes_of(self, reservation: Reservation) -> list[str]:
+        """The node of each bundle in order of creation, "" where unknown; none if there is nobody to take a rank."""
         if not self.enabled or not any(self.counts().values()):
             return []
         self._weed()
         table = ray.util.placement_group_table(reservation.group)
         nodes = {int(index): str(node) for index, node in table.get("bundles_to_node_id", {}).items()}
-        return [Vacancy(nodes.get(index, "")) for index in reservation.bundle_indices]
+        return [nodes.get(index, "") for index in reservation.bundle_indices]
 
-    def take(self, vacancy: Vacancy, reservation: Reservation, created_rank: int) -> Taken | None:
+    def take(self, node_id: str, reservation: Reservation, created_rank: int) -> Taken | None:
         """Have a standby of that node take a rank; None if there is none that is ready.
 
         One that still imports is left to it: at its low priority it could take longer than a cold start, and nothing
         would end a rebuild that waits for an import that hangs.
         """
-        standby = self._pick(vacancy.node_id)
+        standby = self._pick(node_id)
         if standby is None:
             return None
         config, holder, devices = self._config, None, None
@@ -270,11 +259,9 @@ class Standbys:
                     self._lost(standby, "its process ended", now)
             for standby in [s for s in self._standbys if s.prepared is not None]:
                 self._note_prepared(standby, now)
+            for one in surplus([standby.node_id for standby in self._standbys], self._wanted):
+                self._discard(self._standbys.pop(one))
             present = Counter(standby.node_id for standby in self._standbys)
-            for surplus in [s for s in self._standbys if present[s.node_id] > self._wanted.get(s.node_id, 0)]:
-                present[surplus.node_id] -= 1
-                self._standbys.remove(surplus)
-                self._discard(surplus)
             if now < self._not_before or any(standby.prepared is not None for standby in self._standbys):
                 return
             lacking = [node for node, number in self._wanted.items() if present[node] < number]
@@ -337,3 +324,14 @@ def wanted_standbys(config: ExecutorConfig, nodes: Sequence[str]) -> dict[str, i
     if config.warm_standbys == EVERY_RANK:
         return dict(Counter(nodes))
     return dict.fromkeys(nodes, int(config.warm_standbys))
+
+
+def surplus(nodes: Sequence[str], wanted: Mapping[str, int]) -> list[int]:
+    """Which standbys, given by their nodes, are too many: their places, last first, so that each can be removed."""
+    kept: Counter[str] = Counter()
+    found = []
+    for place, node_id in enumerate(nodes):
+        kept[node_id] += 1
+        if kept[node_id] > wanted.get(node_id, 0):
+            found.append(place)
+    return found[::-1]

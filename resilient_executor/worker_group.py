@@ -80,11 +80,11 @@ class WorkerGroup:
             concurrency_groups=CONCURRENCY_GROUPS,
             **self.config.ray_remote_args,
         )(ChaosWorkerActor if self.config.allow_chaos else WorkerActor)
-        vacancies = standbys.vacancies(reservation) if standbys is not None else []
+        nodes = standbys.nodes_of(reservation) if standbys is not None else []
         taken = 0
         for created_rank in range(self.config.world_size):
-            if standbys is not None and vacancies:
-                found = standbys.take(vacancies[created_rank], reservation, created_rank)
+            if standbys is not None and nodes:
+                found = standbys.take(nodes[created_rank], reservation, created_rank)
                 if found is not None:
                     self.handles.append(found.handle)
                     self._describing.append(found.info)

@@ -22,6 +22,8 @@ _AGAIN_S: Final = 0.3
 #: A node gets so much longer than the lease of its workers; clocks may run at slightly different rates.
 _MARGIN_S: Final = 0.5
 _LAPSED: Final = "its agent gives no answer, and the leases there have run out"
+#: For an answer that Ray says is there, in seconds: its node may vanish before it is fetched.
+_ARRIVED_S: Final = 5.0
 
 
 class Fencing:
@@ -89,7 +91,7 @@ class Fencing:
             node_id = references[reference]
             agent, _ = asked.pop(node_id)
             try:
-                results += ray.get(reference)
+                results += ray.get(reference, timeout=_ARRIVED_S)
                 del waiting[node_id]
             except RayError:  # a fresh one can do it, if its node is there
                 self._drop(node_id, agent)

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Between two looks, in seconds.
 _PERIOD_S: Final = 0.5
+#: For an answer that Ray says is there, in seconds: its node may vanish before it is fetched.
+_ARRIVED_S: Final = 5.0
 
 
 class NodeWatch(threading.Thread):
@@ -93,7 +95,7 @@ class NodeWatch(threading.Thread):
                 self._proofs[node_id] = reference
                 continue
             try:
-                proven = all(fenced.gone for fenced in ray.get(reference))
+                proven = all(fenced.gone for fenced in ray.get(reference, timeout=_ARRIVED_S))
             except RayError:
                 continue
             if proven:
