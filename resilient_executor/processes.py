@@ -167,8 +167,8 @@ class ProcessHandle:
     def exit_status(self) -> ExitStatus:
         """How it ended; without code and signal where the kernel cannot tell. Call it after the end only."""
         pid = self.identity.pid
-        # Until its parent has reaped it, a zombie has the status; from then on the pidfd has it. While it is being
-        # reaped neither has, and on a busy machine that can take a moment.
+        # Until it is reaped its /proc/PID/stat has the status; from then on the pidfd has it. In between neither may,
+        # for a moment.
         deadline = time.monotonic() + _REAPING_S
         while True:
             status = self._status_of_zombie()
@@ -184,14 +184,18 @@ class ProcessHandle:
         return ExitStatus(pid, None, None, time.time(), "this kernel does not tell how it ended")
 
     def _status_of_zombie(self) -> int | None:
-        """The status in ``/proc/PID/stat`` (its last field), while there is a zombie."""
+        """The status in ``/proc/PID/stat`` (its last field), until nothing of the process is left.
+
+        Its state is Z (zombie), or X where its parent ignores its children, as a raylet does: such a process reaps
+        itself, and on a busy machine it can be in the middle of that for a tenth of a second.
+        """
         try:
             with open(f"/proc/{self.identity.pid}/stat", "rb") as stat:
                 fields = stat.read().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return None
         same = int(fields[19]) == self.identity.start_ticks or self.identity.start_ticks == UNKNOWN_START
-        return int(fields[49]) if fields[0] == b"Z" and same else None
+        return int(fields[49]) if fields[0] in (b"Z", b"X") and same else None
 
     def _recorded_status(self) -> int | None:
         """The status that the kernel keeps with the pidfd of a process that has been reaped."""

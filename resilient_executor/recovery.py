@@ -226,8 +226,9 @@ class Recovery:
             self._supervision.retire(old.epoch)
             if group is not None:
                 self._fence(old, group, incident)
-        if incident is not None and old.epoch == incident.epoch:
-            incident.cause = self._first_cause(old, incident)
+            # Within the phase: whoever sees that it is over finds the cause that fencing has brought to light.
+            if incident is not None and old.epoch == incident.epoch:
+                incident.cause = self._first_cause(old, incident)
         with self._phase("tear_down", incident):
             if old.graph is not None:
                 old.graph.tear_down(self._config.teardown_timeout_s)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from resilient_executor import processes
 from resilient_executor.processes import ProcessHandle, identify, start_ticks
 from resilient_executor.protocol import ProcessIdentity
 
@@ -34,6 +35,29 @@ def test_the_end_is_known_before_and_after_the_parent_has_reaped_it(reaped: bool
             status = handle.exit_status()
             child.wait(5.0)
         assert (status.pid, status.signal, status.exit_code) == (child.pid, how, None)
+
+
+def test_the_end_of_a_process_that_reaps_itself_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A raylet ignores its children's ends. Between its death and its disappearance such a process is in state X."""
+    monkeypatch.setattr(processes, "_REAPING_S", 0.0)
+    parent = (
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "children = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]\n"
+        "print(*children, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reaper:
+        assert reaper.stdout is not None
+        pids = [int(pid) for pid in reaper.stdout.readline().split()]
+        assert len(pids) == 20
+        handles = [ProcessHandle(identify(pid, NODE)) for pid in pids]
+        for handle in handles:
+            with handle:
+                handle.kill()
+                assert handle.wait(10.0)
+                assert handle.exit_status().signal == signal.SIGKILL
+        reaper.communicate(timeout=10)
 
 
 @pytest.mark.parametrize("reaped", [False, True])
