@@ -25,7 +25,7 @@ from resilient_executor.reference.bench import JOURNALLED
 SERVE_S = float(os.environ.get("SERVE_S", "0"))
 LONG = SERVE_S > 0
 #: Seconds; each is longer than the limit that would convict it if it were taken for something else.
-LOAD_S, STEP_S, PAUSE_S = (60.0, 15.0, 8.0) if LONG else (6.0, 6.0, 8.0)
+LOAD_S, STEP_S, PAUSE_S = (60.0, 15.0, 8.0) if LONG else (5.0, 5.0, 8.0)
 LIMITS: dict[str, Any] = {} if LONG else {"heartbeat_timeout_s": 3.0, "step_deadline_min_s": 4.0}
 
 
@@ -65,7 +65,7 @@ def test_nothing_happens_while_everything_is_slow(ray_cluster: str) -> None:
         name="innocent",
         **LIMITS,
     )
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
     with ResilientExecutor(config) as executor:
         assert executor.start_phases["load"] > LOAD_S
         engine = ReferenceEngine(executor)
