@@ -112,6 +112,10 @@ class NetnsCluster:
         """The address of a node."""
         return f"{_NETWORK}.{10 + node}"
 
+    def folder(self, node: int) -> Path:
+        """Where Ray's session folder of a node is, with its logs."""
+        return self._folder / f"n{node}"
+
     def nodes(self) -> list[int]:
         """The nodes that there are now, dead ones included."""
         return sorted(int(n.removeprefix(f"{self.prefix}n")) for n in self._namespaces() if not n.endswith("sw"))
@@ -169,7 +173,7 @@ class NetnsCluster:
             else [f"--address={self.address}", f"--num-cpus={self.cpus}"]
         )
         command = [
-            self._ray, "start", *where, f"--node-ip-address={self.ip(node)}", f"--temp-dir={self._folder}/n{node}",
+            self._ray, "start", *where, f"--node-ip-address={self.ip(node)}", f"--temp-dir={self.folder(node)}",
             f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--include-log-monitor=false",
         ]  # fmt: skip
         with open(self._log(node), "wb") as log:

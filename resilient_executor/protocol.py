@@ -324,6 +324,11 @@ class ExitStatus:
     at: float
     note: str = ""
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether all that is known is that it has ended."""
+        return self.exit_code is None and self.signal is None
+
 
 @runtime_checkable
 class Worker(Protocol):

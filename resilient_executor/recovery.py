@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import tenacity
@@ -42,7 +43,7 @@ from resilient_executor.supervisor.actor import Member
 from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.incidents import Cause, CauseKind, Evidence, Incident, RankExit, first_cause
 from resilient_executor.supervisor.policy import BudgetSnapshot, RestartBudget
-from resilient_executor.worker_group import WorkerGroup, first_line
+from resilient_executor.worker_group import WorkerGroup, ended_at, first_line
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -261,6 +262,8 @@ class Recovery:
 
     def _first_cause(self, old: Generation, incident: Incident) -> Cause:
         infos = old.group.infos if old.group is not None else []
+        if old.group is not None and len(old.exits) > 1:
+            old.exits = [_seen_by_ray(one, old.group) for one in old.exits]
         return first_cause(old.exits, incident.evidence, workers=dict(enumerate(infos)), doing=old.doing)
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -348,6 +351,15 @@ class Recovery:
             trace = self._telemetry.begin_warm_up(step_id) if self._telemetry is not None else None
             new.pipeline.run(step_id, None, kind=StepKind.WARM_UP, trace=trace)
             group.set_phase(Phase.SERVING, deadline)
+
+
+def _seen_by_ray(one: RankExit, group: WorkerGroup) -> RankExit:
+    """An exit that no agent saw, with the time at which Ray did.
+
+    When the agent died with a worker, its successor finds several processes gone, and not in which order.
+    """
+    at = ended_at(group.handles[one.rank]) if one.status.is_blind else None
+    return one if at is None else replace(one, status=replace(one.status, at=at))
 
 
 def _worth_another_attempt(error: BaseException) -> bool:

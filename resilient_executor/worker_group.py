@@ -312,6 +312,13 @@ def process_of(handle: ActorHandle) -> ProcessIdentity | None:
     return ProcessIdentity(pid, UNKNOWN_START, node_id) if alive else None
 
 
+def ended_at(handle: ActorHandle) -> float | None:
+    """When Ray saw an actor end, seconds since the Unix epoch; None while it lives, as far as Ray knows."""
+    row = ray._private.state.actors(handle._actor_id.hex())
+    ended_ms = row.get("EndTime", 0) if row.get("State") == "DEAD" else 0
+    return ended_ms / 1000 if ended_ms else None
+
+
 def first_line(error: BaseException) -> str:
     """An error in one line: Ray's run over pages, and a task's begins with its traceback."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):

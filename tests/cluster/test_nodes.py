@@ -99,8 +99,16 @@ def fallen(cluster: NetnsCluster) -> list[int]:
     """
     dead = [node for node in cluster.nodes()[1:] if not running_as(cluster, node, "raylet")]
     for node in dead:
+        print(json.dumps({"fallen": node, "last_words": last_words(cluster, node)}), flush=True)
+    for node in dead:
         cluster.restart(node)
     return dead
+
+
+def last_words(cluster: NetnsCluster, node: int) -> list[str]:
+    """What its raylet said when it aborted."""
+    logs = sorted(cluster.folder(node).glob("session_*/logs/raylet*.out"))
+    return [line for log in logs for line in log.read_text(errors="replace").splitlines() if "Check failed" in line]
 
 
 def round_of(commander: Commander, name: str, number: int) -> Message:

@@ -279,6 +279,23 @@ def test_the_supervisor_the_agent_and_a_worker_may_die_together(executor: Resili
     until(lambda: is_healthy(executor))
 
 
+def test_who_died_first_is_known_though_no_agent_saw_it(executor: ResilientExecutor) -> None:
+    """The next agent finds two processes gone, and cannot tell in which order. Ray can."""
+    epoch = executor.epoch
+    future = start_step(executor, do={0: [("sleep", 5.0)], 1: [("sleep", 5.0)]})
+    time.sleep(0.2)
+    for handle in supervisor_and_agents(executor):
+        os.kill(pid_of_actor(handle), signal.SIGKILL)
+    os.kill(pid_of(executor, 1), signal.SIGKILL)
+    time.sleep(0.4)
+    os.kill(pid_of(executor, 0), signal.SIGKILL)
+    with pytest.raises(StepLost):
+        future.result()
+    cause = recovered(executor, epoch).cause
+    assert cause is not None
+    assert (cause.kind, cause.rank) == (CauseKind.PROCESS_EXIT, 1)
+
+
 def test_check_health_says_that_a_rebuild_is_going_on(executor: ResilientExecutor) -> None:
     """F8: state, exception and incident tell the same story."""
     epoch = executor.epoch
