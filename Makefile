@@ -36,7 +36,7 @@ venv: $(STAMP)  ## Create .venv with the package (editable), the reference engin
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
-	$(BIN)/python -m pip install --quiet --editable '.[reference,otlp,prometheus,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[reference,otlp,prometheus,chaos,test]'
 	@touch $@
 
 demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_ARGS=...)

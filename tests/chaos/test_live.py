@@ -63,12 +63,12 @@ class Server:
 @contextmanager
 def server(name: str, **settings: Any) -> Iterator[Server]:
     running = Server(name, {"backoff_initial_s": 0.05, **settings})
-    try:
-        yield running
-    finally:
-        if running.process.poll() is None:
-            running.process.kill()
-        running.process.wait(20)
+    with running.process:  # closes its pipes
+        try:
+            yield running
+        finally:
+            if running.process.poll() is None:
+                running.process.kill()
 
 
 @pytest.mark.chaos
@@ -107,8 +107,9 @@ def test_ctrl_c_lets_go_on_what_was_stopped() -> None:
     with server("paused", heartbeat_timeout_s=30.0) as running:
         command = [sys.executable, "-m", "resilient_executor.chaos.cli", "stop", "--rank", "0", "--within", "60s"]
         with subprocess.Popen(
-            [*command, "--address", running.address, "--name", running.name], stdout=subprocess.PIPE, text=True
-        ) as stopping:
+            [*command, "--address", running.address, "--name", running.name], stdout=subprocess.PIPE, text=True,
+            preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 - one system call
+        ) as stopping:  # fmt: skip
             assert stopping.stdout is not None
             lines = [stopping.stdout.readline(), stopping.stdout.readline()]
             pid = int(lines[-1].partition("(pid ")[2].split(" ")[0])
@@ -118,6 +119,11 @@ def test_ctrl_c_lets_go_on_what_was_stopped() -> None:
         assert _state(pid) in ("S", "R")
         time.sleep(1.0)
         assert running.end() | {"served": 0} == {"served": 0, "wrong": 0, "epoch": 1, "failed": ""}
+
+
+def _hear_ctrl_c() -> None:
+    """In the child: a shell without job control starts what runs in its background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _state(pid: int) -> str:
