@@ -5,7 +5,9 @@ python -m resilient_executor.chaos.soak --minutes 10 --seed 7
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import faulthandler
 import json
 import logging
 import random
@@ -130,6 +132,8 @@ class Hunter(threading.Thread):
                 return True
             if time.monotonic() > deadline or self._arena.executor.state is ExecutorState.FAILED:
                 self.trouble = f"not serving again after {_OUTAGE_S:g} s; state {self._arena.executor.state.value}"
+                faulthandler.dump_traceback()
+                _thread.interrupt_main()  # it may be stuck in a step
                 return False
         return False
 
