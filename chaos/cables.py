@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from resilient_executor.chaos.faults import Kind
-from resilient_executor.chaos.netns import PREFIX_VARIABLE, ClusterError, NetnsCluster, missing
+from resilient_executor.chaos.netns import PREFIX_VARIABLE, ClusterError, NetnsCluster
 from resilient_executor.chaos.targets import Refused
 
 #: What a slow link still carries: a graph's small messages pass, a whole model's do not, and queues fill.
@@ -41,7 +41,10 @@ class Cables:
             Refused: the nodes are not the harness's, or cannot be told from here.
         """
         cluster = _cluster()
-        known = {cluster.ip(node): node for node in cluster.nodes()}
+        try:
+            known = {cluster.ip(node): node for node in cluster.nodes()}
+        except ClusterError as error:
+            raise Refused(str(error)) from error
         if strangers := [one for one in [*addresses, *([wanted] if wanted else [])] if one not in known]:
             raise Refused(f"{strangers[0]} is no node of the cluster {cluster.prefix!r}")
         nodes = list(dict.fromkeys(known[address] for address in addresses))
@@ -108,6 +111,4 @@ def _cluster() -> NetnsCluster:
             "cables belong to the harness of several nodes: resilient-chaos cluster up, and then "
             "resilient-chaos cluster run resilient-chaos ..."
         )
-    if why := missing():
-        raise Refused(why)
     return NetnsCluster(prefix)
