@@ -24,7 +24,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-cluster lint format campaign soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
+.PHONY: help venv demo test test-cluster lint format campaign experiments soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ venv: $(STAMP)  ## Create .venv with the package (editable), the reference engin
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
-	$(BIN)/python -m pip install --quiet --editable '.[reference,otlp,prometheus,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[reference,otlp,prometheus,chaos,test]'
 	@touch $@
 
 demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_ARGS=...)
@@ -63,6 +63,9 @@ soak: $(if $(filter vllm,$(ENGINE)),$(VLLM_STAMP),venv)  ## Mixed faults under a
 	@mkdir -p build
 	$(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))/python -m resilient_executor.chaos.soak --json build/soak.json \
 		--minutes $(or $(MINUTES),10) $(if $(FAULTS),--faults $(FAULTS)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(SEED),--seed $(SEED))
+
+experiments: venv  ## Every ready experiment of the Chaos Toolkit against a running engine: ten minutes (EXPERIMENTS=kill-worker,...)
+	EXPERIMENTS=$(or $(EXPERIMENTS),all) $(BIN)/pytest -s tests/chaos/test_live.py -k "experiments or budget"
 
 campaign: venv  ## A hundred SIGKILLs at random moments (KILLS=100 SEED=...)
 	KILLS=$(or $(KILLS),100) $(if $(SEED),SEED=$(SEED)) $(BIN)/pytest -s tests/integration/test_kill_campaign.py

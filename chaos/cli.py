@@ -194,6 +194,7 @@ def _strike_all(control: Any, options: argparse.Namespace, plan: Iterator[tuple[
     print(f"seed {seed}; steady state: ok")
     done: list[dict[str, Any]] = []
     survived, why, epoch = True, "", control.roster().epoch
+    last: Any = None
     try:
         for pause, fault in plan:
             if options.dry_run:
@@ -206,14 +207,16 @@ def _strike_all(control: Any, options: argparse.Namespace, plan: Iterator[tuple[
                 print(f"{fault.describe()}: nobody was there to be hit")
                 continue
             print(f"{time.strftime('%H:%M:%S')} {fault.describe()}: {', '.join(strike.victims)}")
+            last = strike
             done.append({"at": strike.at, "fault": fault.to_json(), "victims": strike.victims, "epoch": strike.epoch})
             epoch = strike.epoch if fault.felt else epoch
             if control.roster().state == "FAILED":
                 break
-        if done:
-            felt = bool(done[-1]["fault"]) and Fault.from_json(done[-1]["fault"]).felt
+        if last is not None:
             try:
-                after = epoch if felt else 0
+                if not last.fault.felt:  # it lasts as long as it was asked to; one that is felt may end with its victim
+                    time.sleep(max(0.0, last.at + last.fault.duration_s - time.time()))
+                after = epoch if last.fault.felt else 0
                 print(f"steady again after {await_steady(control.roster, options.within, after):.1f} s")
             except Exception as error:  # noqa: BLE001 - whatever keeps it from being steady is the verdict
                 survived, why = False, str(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import random
 import signal
 import threading
 import time
@@ -13,10 +15,13 @@ from typing import Any, Final
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from resilient_executor.chaos.cables import Cables
 from resilient_executor.chaos.faults import Fault, Kind, Needs, mark
 from resilient_executor.chaos.hands import Hands
 from resilient_executor.chaos.targets import ChaosError, Member, NotFound, Refused, Roster, executors
 from resilient_executor.protocol import ProcessIdentity
+
+logger = logging.getLogger(__name__)
 
 #: For a worker to take an order, in seconds.
 _ORDER_S: Final = 10.0
@@ -30,6 +35,7 @@ _SIGNALS: Final = {
     Kind.KILL_SUPERVISOR: signal.SIGKILL,
     Kind.STOP_SUPERVISOR: signal.SIGSTOP,
     Kind.KILL_AGENT: signal.SIGKILL,
+    Kind.KILL_STANDBY: signal.SIGKILL,
     Kind.KILL_RAYLET: signal.SIGKILL,
     Kind.KILL_NODE: signal.SIGKILL,
     Kind.STOP_NODE: signal.SIGSTOP,
@@ -65,6 +71,7 @@ class Controller:
     def __init__(self, roster: Callable[[], Roster]) -> None:
         self._roster = roster
         self._hands = Hands()
+        self._cables = Cables()
         self._lock = threading.Lock()
         self._stopped: dict[ProcessIdentity, threading.Timer | None] = {}
 
@@ -78,22 +85,22 @@ class Controller:
         Raises:
             Refused: this fault cannot be done here.
         """
-        if fault.traits.needs is Needs.NETWORK:
-            raise Refused(f"{fault.kind.value} needs the harness of several nodes: resilient-chaos cluster")
-        if fault.kind is Kind.KILL_STANDBY:
-            raise Refused("this executor tells of no standbys")
         roster = self._roster()
         chosen = {w.rank for w in fault.target.choose([m.worker for m in roster.members], fault.seed)}
         members = [member for member in roster.members if member.rank in chosen]
         role = fault.traits.role
-        if role == "supervisor":
+        if fault.traits.needs is Needs.NETWORK:
+            names = self._cables.names(fault.kind, self._links(fault, roster, members))
+        elif role == "supervisor":
             names = [_name("the supervisor", roster.supervisor)] if roster.supervisor is not None else []
+        elif role == "standby":
+            names = [_name("a standby", process) for process in _standbys(fault, roster)]
         elif role == "agent":
             names = [f"the agent of node {node_id[:8]}" for node_id in self._agents(roster, members)]
         elif role == "placement group":
             names = [f"placement group {name}" for name in self._groups(roster)]
         elif role == "node":
-            nodes = {member.process.node_id: member.node_ip for member in members}
+            nodes = {member.process.node_id: member.node_ip for member in members[:1]}
             names = [f"node {ip} ({node_id[:8]})" for node_id, ip in nodes.items()]
         else:
             names = [_name(f"rank {m.rank}", m.process, m.node_ip) for m in members]
@@ -110,7 +117,7 @@ class Controller:
         time.sleep(fault.timing.after_s)
         deadline = time.monotonic() + _FIND_S
         while not give_up() and time.monotonic() < deadline:
-            with contextlib.suppress(NotFound):
+            with contextlib.suppress(NotFound, RayError):  # RayError: a node, or its hand, has just gone
                 roster, members, names = self.plan(fault)
                 if names and fault.timing.phase in ("", roster.phase):
                     at = time.time()
@@ -121,15 +128,26 @@ class Controller:
         return None
 
     def heal(self) -> list[int]:
-        """Let everything go on that was stopped; the pids that were still there."""
+        """Let everything go on that was stopped; the pids that were still there.
+
+        A whole node that was frozen for so long that Ray has called it dead cannot be reached any more. That is said,
+        and is as well: it must not come back, see docs/architecture.md.
+        """
+        self._cables.heal()
         with self._lock:
             stopped, self._stopped = dict(self._stopped), {}
-        healed = []
+        by_node: dict[str, list[tuple[int, int]]] = {}
         for process, timer in stopped.items():
             if timer is not None:
                 timer.cancel()
-            with contextlib.suppress(RayError, GetTimeoutError):
-                healed += self._hands.signal(process.node_id, [(process.pid, process.start_ticks)], signal.SIGCONT)
+            by_node.setdefault(process.node_id, []).append((process.pid, process.start_ticks))
+        healed = []
+        for node_id, processes in by_node.items():
+            try:
+                healed += self._hands.signal(node_id, processes, signal.SIGCONT)
+            except (RayError, GetTimeoutError):
+                pids = [pid for pid, _ in processes]
+                logger.warning("node %s is out of reach; end Ray there. Still stopped: %s", node_id[:8], pids)
         return healed
 
     def close(self) -> None:
@@ -141,6 +159,9 @@ class Controller:
 
     def _do(self, fault: Fault, number: int, roster: Roster, members: Sequence[Member]) -> bool:
         role = fault.traits.role
+        if fault.traits.needs is Needs.NETWORK:
+            self._cables.harm(fault.kind, self._links(fault, roster, members), fault.duration_s)
+            return True
         if role == "worker" and fault.traits.needs is Needs.PERMISSION:
             return self._order(fault, number, roster.epoch, members)
         if role == "placement group":
@@ -153,9 +174,21 @@ class Controller:
             victims = [roster.supervisor] if roster.supervisor is not None else []
         elif role == "agent":
             victims = self._agent_processes(self._agents(roster, members))
+        elif role == "standby":
+            victims = _standbys(fault, roster)
         else:
-            victims = self._node(fault, [member.process.node_id for member in members][:1])
+            return self._hit_node(fault, members[0].process.node_id)
         return self._signal(victims, _SIGNALS[fault.kind], fault.duration_s)
+
+    def _hit_node(self, fault: Fault, node_id: str) -> bool:
+        victims = self._node(fault, node_id)
+        pairs = [(process.pid, process.start_ticks) for process in victims]
+        if fault.kind is Kind.STOP_NODE and fault.duration_s:
+            return bool(self._hands.ask(node_id, "freeze", pairs, fault.duration_s))
+        try:
+            return self._signal(victims, _SIGNALS[fault.kind], 0.0)
+        except RayError:  # the answer has died with the node
+            return fault.kind is not Kind.STOP_NODE
 
     def _signal(self, victims: Sequence[ProcessIdentity], number: int, duration_s: float) -> bool:
         by_node: dict[str, list[ProcessIdentity]] = {}
@@ -200,6 +233,11 @@ class Controller:
             return False
         return True
 
+    def _links(self, fault: Fault, roster: Roster, members: Sequence[Member]) -> list[int]:
+        """Nodes of the harness whose links such a fault hits: the drawn one first, and of a pair another in use."""
+        addresses = [member.node_ip for member in [*members[:1], *roster.members]]
+        return self._cables.plan(fault.kind, fault.target.node, addresses)
+
     def _agents(self, roster: Roster, members: Sequence[Member]) -> dict[str, Any]:
         nodes = {member.process.node_id for member in members}
         return {node_id: agent for node_id, agent in roster.agents.items() if node_id in nodes}
@@ -210,16 +248,13 @@ class Controller:
         except (RayError, GetTimeoutError):
             return []
 
-    def _node(self, fault: Fault, node_ids: Sequence[str]) -> list[ProcessIdentity]:
+    def _node(self, fault: Fault, node_id: str) -> list[ProcessIdentity]:
         """The processes of a node that such a fault hits; the raylet last, for the others' deaths go through it."""
-        found = []
-        for node_id in node_ids:
-            if fault.kind is Kind.KILL_RAYLET:
-                pairs = [self._hands.ask(node_id, "raylet")]
-            else:
-                pairs = self._hands.ask(node_id, "node", ())
-            found += [ProcessIdentity(pid, ticks, node_id) for pid, ticks in pairs]
-        return found
+        if fault.kind is Kind.KILL_RAYLET:
+            pairs = [self._hands.ask(node_id, "raylet")]
+        else:
+            pairs = self._hands.ask(node_id, "node", ())
+        return [ProcessIdentity(pid, ticks, node_id) for pid, ticks in pairs]
 
     def _groups(self, roster: Roster) -> dict[str, str]:
         """Name -> id of the placement groups of this executor's present epoch."""
@@ -280,6 +315,19 @@ def await_steady(roster: Callable[[], Roster], timeout_s: float, after_epoch: in
             why = str(error)
         time.sleep(0.1)
     raise Refused(f"not steady within {timeout_s:g} s: {why}")
+
+
+def _standbys(fault: Fault, roster: Roster) -> list[ProcessIdentity]:
+    """Those that the fault's seed draws, of its node where it names one.
+
+    Raises:
+        Refused: the executor keeps none.
+    """
+    if not any(roster.status.get("standbys", {}).values()):
+        raise Refused("this executor has no warm standbys: start it with warm_standbys")
+    nodes = {member.process.node_id for member in roster.members if fault.target.node in (None, member.node_ip)}
+    here = [process for process in roster.standbys if process.node_id in nodes]
+    return random.Random(fault.seed).sample(here, min(fault.target.count, len(here)))
 
 
 def _name(who: str, process: ProcessIdentity | None, node: str = "") -> str:

@@ -52,6 +52,7 @@ class Kind(str, enum.Enum):
     STOP_NODE = "stop_node"
     PULL_CABLE = "pull_cable"
     CUT_PAIR = "cut_pair"
+    SLOW_LINK = "slow_link"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ TRAITS: Final[Mapping[Kind, Traits]] = {
     Kind.STOP_NODE: Traits("SIGSTOP for everything on a node", _C, True, 15.0, role="node"),
     Kind.PULL_CABLE: Traits("a node's cable is pulled", _N, True, 15.0, role="node"),
     Kind.CUT_PAIR: Traits("two nodes cannot reach each other", _N, True, 20.0, role="node"),
+    Kind.SLOW_LINK: Traits("a node's link is slow, the head's where none is named", _N, None, 20.0, role="node"),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +52,13 @@ class Hand:
     def signal(self, victims: Sequence[tuple[int, int]], number: int) -> list[int]:
         """Send a signal to processes, given as (pid, start time); returns the pids that were there."""
         return [pid for pid, ticks in victims if send(pid, ticks, number)]
+
+    def freeze(self, victims: Sequence[tuple[int, int]], duration_s: float) -> list[int]:
+        """Stop processes for a while. They are let go on from here: a node that is frozen as a whole hears nobody."""
+        timer = threading.Timer(duration_s, self.signal, (victims, signal.SIGCONT))
+        timer.daemon = True
+        timer.start()
+        return self.signal(victims, signal.SIGSTOP)
 
     def raylet(self) -> tuple[int, int]:
         """This node's raylet, as (pid, start time)."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +15,7 @@ _LISTEN: Final = "0A"
 
 
 def things() -> dict[str, list[str]]:
-    """Processes under this one, ports that they and this one listen at, and shared memory of this machine's Ray."""
+    """Processes under this one, ports that they and this one listen at, and what its graphs keep in shared memory."""
     family = descendants(os.getpid())
     return {
         "process": sorted(f"{_title(pid)} (pid {pid})" for pid in family if start_ticks(pid) is not None),
@@ -47,29 +50,45 @@ def ports(pids: list[int]) -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    """Files in ``/dev/shm`` that somebody under this process has open or mapped, and those of its raylets' graphs.
+    """Semaphores in ``/dev/shm`` that the graphs of this process's raylets have made, whoever maps them.
 
-    Other programs of this machine have theirs, too; they are none of our business.
+    They carry their raylet's pid, and the time. A pid alone proves nothing: one that was killed without a word may have
+    left others with the same pid an hour ago.
     """
     mine = set()
-    pids = {str(pid) for pid in [os.getpid(), *descendants(os.getpid())]}
     for entry in os.scandir("/dev/shm"):
-        name = entry.name
-        owner = "".join(
-            c for c in name.removeprefix("sem.hdr").removeprefix("sem.obj").partition("-")[0] if c.isdigit()
-        )
-        if name.startswith(("sem.hdr", "sem.obj")) and (owner in pids or owner in _raylets):
-            mine.add(name)
+        match = _SEMAPHORE.fullmatch(entry.name)
+        if match is not None and int(match[2]) >= _raylets.get(int(match[1]), sys.maxsize):
+            mine.add(entry.name)
     return mine
 
 
-#: Raylets that this process has had, so that what they leave is told after their end.
-_raylets: set[str] = set()
+def told_in_full(name: str) -> str:
+    """A leaked semaphore with what tells where it comes from: when it was made, and who maps it."""
+    try:
+        found = os.stat(f"/dev/shm/{name}")
+    except OSError:
+        return f"{name} (gone meanwhile)"
+    by = [pid for pid in os.listdir("/proc") if pid.isdecimal() and _maps(pid, found.st_ino)]
+    return f"{name} (made {time.time() - found.st_mtime:.1f} s ago, mapped by {', '.join(by) or 'nobody'})"
 
 
-def remember_raylet(pid: int) -> None:
-    """This raylet is ours: what carries its pid is ours after its end, too."""
-    _raylets.add(str(pid))
+def _maps(pid: str, inode: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any("/dev/shm/sem." in line and int(line.split(None, 5)[4]) == inode for line in lines)
+
+
+_SEMAPHORE: Final = re.compile(r"sem\.(?:hdr|obj)(\d+)-(\d+)")
+#: Raylets that this process has had, and since when, so that what they leave is told after their end.
+_raylets: dict[int, int] = {}
+
+
+def remember_raylet(pid: int, since_ns: int) -> None:
+    """This raylet is ours: what carries its pid and a later time is ours after its end, too."""
+    _raylets[pid] = since_ns
 
 
 def _title(pid: int) -> str:

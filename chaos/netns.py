@@ -36,6 +36,10 @@ TUNED: Final[Mapping[str, str]] = {
     "RAY_grpc_client_keepalive_timeout_ms": "1000",
 }
 DEFAULT_PREFIX: Final = "rx"
+#: A file in the folder of a cluster: it is removed with everything in it, and nobody else's may be.
+_MARK: Final = ".resilient-chaos"
+#: Tells a command that runs inside whose cluster it is in.
+PREFIX_VARIABLE: Final = "RESILIENT_CHAOS_CLUSTER"
 #: What ``ip netns exec NAME`` puts in the place of files of /etc.
 _SETTINGS: Final = Path("/etc/netns")
 _NETWORK: Final = "10.77.0"
@@ -97,11 +101,12 @@ class NetnsCluster:
         self.cpus = cpus
         self._ray = ray or str(Path(sys.executable).with_name("ray"))
         self._environment = {
-            **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment,
+            **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+            PREFIX_VARIABLE: prefix, **environment,
         }  # fmt: skip
         self._environment.pop("RAY_ADDRESS", None)
-        folder = Path(tempfile.gettempdir()) / prefix
-        self._folder = folder if len(str(folder)) <= _LONGEST_FOLDER else Path("/tmp") / prefix
+        folder = Path(tempfile.gettempdir()) / f"chaos-{prefix}"
+        self._folder = folder if len(str(folder)) <= _LONGEST_FOLDER else Path("/tmp") / folder.name
 
     @property
     def address(self) -> str:
@@ -133,7 +138,11 @@ class NetnsCluster:
         if not 2 <= count <= 100:
             raise ClusterError(f"a cluster has 2 to 100 nodes, not {count}")
         self.down()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True)
+        except FileExistsError:  # ``down`` removes only what carries our mark
+            raise ClusterError(f"{self._folder} is somebody else's; choose another prefix") from None
+        (self._folder / _MARK).touch()
         try:
             self._wire(count)
             self._await_start({0: self._start(0)})
@@ -199,7 +208,8 @@ class NetnsCluster:
             with contextlib.suppress(ClusterError):
                 _ip("netns", "del", name)
             shutil.rmtree(_SETTINGS / name, ignore_errors=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if (self._folder / _MARK).exists():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> NetnsCluster:
         return self

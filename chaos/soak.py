@@ -5,7 +5,9 @@ python -m resilient_executor.chaos.soak --minutes 10 --seed 7
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import faulthandler
 import json
 import logging
 import random
@@ -130,6 +132,8 @@ class Hunter(threading.Thread):
                 return True
             if time.monotonic() > deadline or self._arena.executor.state is ExecutorState.FAILED:
                 self.trouble = f"not serving again after {_OUTAGE_S:g} s; state {self._arena.executor.state.value}"
+                faulthandler.dump_traceback()
+                _thread.interrupt_main()  # it may be stuck in a step
                 return False
         return False
 
@@ -194,11 +198,11 @@ class Soak:
 
     def run(self) -> Verdict:
         """Serve, strike, shut down, judge."""
-        note = self._recorder.note
+        note, began_ns = self._recorder.note, time.time_ns()
         note("holdings", when="before", things=holdings.things(), rss_mb=holdings.rss_mb(), epoch=0)
         arena = arenas.make(self._engine)
         try:
-            self._remember_raylet()
+            self._remember_raylet(began_ns)
             oracle = self._oracle(arena)
             note("state", state=arena.executor.state.value, epoch=arena.executor.epoch, phase="")
             arena.executor.add_listener(self._recorder.on_event)
@@ -211,19 +215,21 @@ class Soak:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        note("holdings", when="after", things=holdings.things(), rss_mb=holdings.rss_mb(), epoch=arena.executor.epoch)
+        left = holdings.things()
+        left["shared memory"] = [holdings.told_in_full(name) for name in left["shared memory"]]
+        note("holdings", when="after", things=left, rss_mb=holdings.rss_mb(), epoch=arena.executor.epoch)
         self._recorder.close()
         verdict = check(read(self._recorder.path))
         if self._hunter is not None and self._hunter.trouble:
             verdict.problems.insert(0, self._hunter.trouble)
         return verdict
 
-    def _remember_raylet(self) -> None:
+    def _remember_raylet(self, since_ns: int) -> None:
         from ray._private import worker
 
         node = worker._global_node
         for raylet in node.all_processes.get("raylet", []) if node is not None else []:
-            holdings.remember_raylet(raylet.process.pid)
+            holdings.remember_raylet(raylet.process.pid, since_ns)
 
     def _oracle(self, arena: arenas.Arena) -> dict[int, list[int]]:
         """What an undisturbed run gives: each workload twice, in two different mixtures, and both must be equal."""

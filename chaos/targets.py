@@ -55,6 +55,7 @@ class Roster:
         members: in rank order; empty while a rebuild has not come far.
         supervisor: its process, or None while it is being replaced.
         agents: node id -> the actor that is that node's agent.
+        standbys: processes of the warm standbys that are ready.
         status: what ``resilient-executor status --json`` shows.
     """
 
@@ -66,6 +67,7 @@ class Roster:
     members: tuple[Member, ...]
     supervisor: ProcessIdentity | None = None
     agents: Mapping[str, Any] = field(default_factory=dict)
+    standbys: tuple[ProcessIdentity, ...] = ()
     status: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -165,5 +167,6 @@ def _roster(name: str, namespace: str, answer: Mapping[str, Any]) -> Roster:
         members=tuple(Member(m["rank"], m["rank"] // tp, m["process"], m["node_ip"], m["handle"]) for m in members),
         supervisor=answer["supervisor"],
         agents=answer["agents"],
+        standbys=tuple(answer["standbys"]),
         status=status,
     )

@@ -25,7 +25,7 @@ MIN_RAY: Final = "2.43.0"
 EMBEDDED_STORE_BYTES: Final = 512 << 20
 #: For a cluster's head to accept a connection, in seconds.
 _KNOCK_S: Final = 5.0
-#: For the children of an embedded cluster's raylet to end after it, in seconds.
+#: For an embedded cluster's raylet and its children to end, in seconds.
 _LAST_WORDS_S: Final = 1.0
 
 
@@ -137,18 +137,22 @@ def disconnect() -> None:
     from ray._private import worker
 
     node = worker._global_node  # the embedded cluster; None where one was joined
-    raylets = node.all_processes.get("raylet", []) if node is not None else []
-    pids = [info.process.pid for info in raylets]
+    started = node.all_processes.get("raylet", []) if node is not None else []
+    pids = [info.process.pid for info in started]
+    raylets = [processes.ProcessHandle(processes.identify(pid, "")) for pid in pids if processes.start_ticks(pid)]
     children = [child for pid in pids for child in processes.children(pid)]
     ray.shutdown()
+    # Whoever a raylet has started meanwhile; once it is gone, its pid may be anybody's.
+    children += [child for one in raylets if not one.wait(0.0) for child in processes.children(one.identity.pid)]
     # A raylet's agents look for its end in a loop that Ctrl-C stops: sent by a terminal, it reaches them as well, and
     # they would stay for ever.
     deadline = time.monotonic() + _LAST_WORDS_S
-    for child in children:
-        with child:
-            if not child.wait(deadline - time.monotonic()):
-                child.kill()
-                child.wait(_LAST_WORDS_S)
+    for member in [*raylets, *children]:
+        with member:
+            if not member.wait(deadline - time.monotonic()):
+                member.kill()
+                member.wait(_LAST_WORDS_S)
+    # Last, when nobody is left who could make one.
     for pid in pids:
         semaphores.remove_all(pid)
 

@@ -56,6 +56,7 @@ class Publisher:
             restarts=budget.used,
             max_restarts=budget.max_restarts,
             standbys=self._recovery.standbys.counts(),
+            standby_processes=self._recovery.standbys.processes(),
         )
 
 

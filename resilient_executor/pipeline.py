@@ -197,14 +197,16 @@ class StepPipeline:
                         self._read_next()
             if self.condemned:
                 raise StepLost(self.epoch, step_id, self.incident)
-            if future is not None:
-                future.attach(self, step)
             try:
                 step.references = self._graph.submit(request)
             except Exception as error:
                 self._judge.graph_broken(self.epoch, _describe(error))
                 raise StepLost(self.epoch, step_id, self.incident) from error
             self._inflight.append(step)
+            if (
+                future is not None
+            ):  # not before: whoever asks it reads until its step has ended, and that one never would
+                future.attach(self, step)
             if trace is not None:
                 trace.sent(self.epoch)
         return step

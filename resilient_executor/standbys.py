@@ -132,6 +132,11 @@ class Standbys:
             ready = sum(standby.prepared is None for standby in self._standbys)
             return {"ready": ready, "preparing": len(self._standbys) - ready}
 
+    def processes(self) -> tuple[ProcessIdentity, ...]:
+        """Of those that are ready."""
+        with self._lock:
+            return tuple(s.process for s in self._standbys if s.prepared is None and s.process is not None)
+
     # -- while it serves, and while it does not ----------------------------------------------------------------------
 
     def serve(self, nodes: Sequence[str]) -> None:

@@ -344,6 +344,7 @@ class SupervisorActor:
                 for m in self._members.values()
             ],
             "agents": dict(self._agents),
+            "standbys": tuple(self._news.standby_processes) if self._news is not None else (),
         }
 
     async def examine(self, epoch: int, timeout_s: float) -> Examination:

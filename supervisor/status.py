@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor.watch import Watch
 
 _PREFIX: Final = "resilient_executor"
@@ -28,6 +29,7 @@ class News:
         phase_seconds: phase of a rebuild -> seconds spent in it, all rebuilds together.
         restarts, max_restarts: how much of the restart budget is used.
         standbys: warm standbys by condition: ``ready``, ``preparing``.
+        standby_processes: of those that are ready.
     """
 
     name: str
@@ -43,6 +45,7 @@ class News:
     restarts: int = 0
     max_restarts: int = 0
     standbys: Mapping[str, int] = field(default_factory=dict)
+    standby_processes: Sequence[ProcessIdentity] = ()
 
 
 def status(

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from typing import Any
 
 import ray
 
@@ -24,17 +25,15 @@ def wait_for_end(over: threading.Event) -> None:
     over.set()
 
 
-def main(name: str, settings: dict[str, object]) -> None:
+def main(name: str, settings: dict[str, Any]) -> None:
     over = threading.Event()
     threading.Thread(target=wait_for_end, args=(over,), daemon=True).start()
+    chosen: dict[str, Any] = {"address": "local", "tensor_parallel_size": 1, "pipeline_parallel_size": 2, **settings}
     config = ExecutorConfig(
-        worker=WorkerSpec(WORKER),
+        worker=WorkerSpec(WORKER, {"collective_timeout_s": 20.0}),
         name=name,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=2,
-        address="local",
         rpc_policies=dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL),
-        **settings,  # type: ignore[arg-type]  # from the test, as JSON
+        **chosen,
     )
     with ResilientExecutor(config) as executor:
         engine = ReferenceEngine(executor, poison_crashes=0)

@@ -12,7 +12,7 @@ from resilient_executor.chaos.faults import MIXTURE
 from resilient_executor.chaos.soak import Soak, summary
 
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 30)))
-FAULTS = int(os.environ.get("FAULTS", "12"))
+FAULTS = int(os.environ.get("FAULTS", "8"))
 
 
 @pytest.mark.chaos

@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -219,3 +222,26 @@ def test_a_rebuild_waits_for_a_node_and_says_so(repaired: Commander) -> None:
     done = repaired.wait("done", 90)
     assert done["tokens"] == expected
     assert done["errors"] == {}
+
+
+def test_the_chaos_kit_hits_nodes_and_cables_from_inside(repaired: Commander) -> None:
+    cluster, expected = repaired.cluster, repaired.oracle(40, seed=5)
+    for fault in ("kill_node", "pull_cable", "cut_pair"):
+        command = [sys.executable, "-m", "resilient_executor.chaos.cli", fault, "--address", cluster.address]
+        kit = cluster.popen(0, [*command, "--within", "100s"], stdout=subprocess.PIPE, text=True)
+        said, _ = kit.communicate(timeout=200)
+        assert kit.returncode == 0, said
+        assert "survived" in said
+        hit = {
+            address for line in said.splitlines() if fault in line for address in re.findall(r"10\.77\.0\.\d+", line)
+        }
+        repaired.tell("go 40 5")
+        done = repaired.wait("done", 60)
+        assert done["tokens"] == expected
+        assert len(hit) == (2 if fault == "cut_pair" else 1), said
+        assert not hit <= set(done["nodes"]), said
+        if fault == "kill_node":
+            [node] = [repaired.node_of(address) for address in hit]
+            assert cluster.pids(node) == []
+            cluster.restart(node)
+        fallen(cluster)

@@ -17,7 +17,7 @@ import pytest
 from probe_executor import serving
 from probe_worker import ProbeError
 
-from resilient_executor import ResilientExecutor
+from resilient_executor import ResilientExecutor, StepLost
 
 MIB = 1 << 20
 
@@ -225,3 +225,19 @@ def test_thousands_of_steps_leave_nothing_behind(executor: ResilientExecutor) ->
     assert generation is not None
     assert generation.pipeline is not None
     assert generation.pipeline.oldest_step == -1
+
+
+def test_a_step_that_a_dying_graph_takes_no_more_is_lost_at_once(executor: ResilientExecutor) -> None:
+    """Also for whoever asks its future without a limit. Found by a soak: it spun for ever."""
+    generation = executor._lifecycle.serving
+    assert generation is not None
+    assert generation.graph is not None
+    generation.graph.tear_down(10.0)  # as Ray's own monitor does when a worker dies
+    future = submit(executor, "late")
+    asking = threading.Thread(target=future.exception, daemon=True)
+    asking.start()
+    asking.join(10)
+    assert not asking.is_alive()
+    assert isinstance(future.exception(timeout=0), StepLost)
+    assert executor.execute_model("next")["scheduler"] == "next"
+    assert executor.epoch == 2
