@@ -12,6 +12,9 @@ A sleep is bounded, too: by ``_LOOK_S``, after which the reader looks without ha
 
 Nobody can ring on another node. A reader with a writer there looks at growing intervals instead.
 
+To wake takes longer than a short step. So a reader whose last wait was short spins for a moment before it sleeps: in a
+stream of short steps nobody sleeps, and where steps are long, or stop, a spin has been paid for once.
+
 This stands on private parts of Ray's reader (``ray_guard.py`` is the other such place). Where they have changed,
 :func:`install` says so and the graph spins as Ray has it; ``tests/integration/test_parking.py`` fails then.
 """
@@ -22,6 +25,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import secrets
 import select
@@ -51,6 +55,8 @@ _REMOTE_FIRST_S: Final = 0.0002
 _REMOTE_LAST_S: Final = 0.002
 #: Spins of this length hide the 0.1 ms that it takes to wake, where there are cores for it.
 _SPIN_MS: Final = 2
+#: The longest spin of a reader whose last wait was no longer than that, where each spin takes a core from a peer.
+_SHORT_MS: Final = 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class BellPlan:
         rings: of those that read what it writes, on its own node.
         remote: whether somebody on another node writes for it.
         company: processes of the graph on this node, itself included.
-        busy_wait_ms: how long it spins before it sleeps; None where that takes no core from one of the others.
+        busy_wait_ms: how long it spins before it sleeps, always; None for what suits the cores and the last wait.
     """
 
     address: str
@@ -85,10 +91,13 @@ class Doorbell:
             OSError: the address is taken.
         """
         self.plan = plan
-        spin_ms = plan.busy_wait_ms
+        spin_ms, self._short_s = plan.busy_wait_ms, 0.0
         if spin_ms is None:
-            spin_ms = _SPIN_MS if usable_cores() > plan.company else 0
-        self.spin_s, self.look_s = spin_ms / 1e3, look_s
+            roomy = usable_cores() > plan.company
+            spin_ms, self._short_s = (_SPIN_MS, 0.0) if roomy else (0, _SHORT_MS / 1e3)
+        self._spin_s, self.look_s = spin_ms / 1e3, look_s
+        #: How long the last wait was, in seconds. Written by whoever reads, one thread at a time.
+        self.waited_s = math.inf
         self._rings = [_abstract(address) for address in plan.rings]
         self._own = _abstract(plan.address)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -100,6 +109,11 @@ class Doorbell:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._poll_lock = threading.Lock()  # a poll object serves one thread at a time
+
+    @property
+    def spin_s(self) -> float:
+        """How long to spin before the next sleep, in seconds."""
+        return self._short_s if self.waited_s <= self._short_s else self._spin_s
 
     def ring(self) -> None:
         """Ring everybody who reads what the owner writes. Never waits, never raises."""
@@ -155,7 +169,8 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
     channels = reader._input_channels
     results: list[Any] = [None] * len(channels)
     missing = list(range(len(channels)))
-    deadline = None if timeout is None or timeout == -1 else time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = None if timeout is None or timeout == -1 else began + timeout
     # Ray counts in whole milliseconds, so less than one is no spin at all.
     slice_s, pause_s = bell.spin_s, _REMOTE_FIRST_S
     while True:
@@ -164,6 +179,7 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
             try:
                 value = channels[index].read(slice_s)
             except RayChannelTimeoutError:
+                slice_s = 0.0  # one spin is enough for all
                 continue
             results[index] = value
             missing.remove(index)
@@ -172,6 +188,7 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
                 reader._leftover_channels = [channels[i] for i in missing]
                 return [value] * len(channels)
         if not missing:
+            bell.waited_s = time.monotonic() - began
             return results
         slice_s = 0.0
         longest_s = pause_s if bell.plan.remote else bell.look_s
