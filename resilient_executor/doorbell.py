@@ -1,10 +1,9 @@
 """Waiting without a spin: whoever reads a channel of the graph sleeps until its writer rings.
 
 A reader of Ray's compiled graph spins for as long as the graph exists. Here it looks, and if there is nothing, sleeps
-in ``poll`` on a datagram socket of its own. Whoever writes for it rings afterwards: the driver when it has submitted a
-step, a worker when it comes back to its next read, which it does right after it has written. The reader empties the
-socket *before* it looks, and writers ring *after* they have written, so no wake-up is lost; a ring too many costs one
-look.
+in ``poll`` on a datagram socket of its own. Whoever writes for it rings afterwards. The reader empties the socket,
+looks once more, and only then sleeps; writers ring *after* they have written. So no wake-up is lost; a ring too many
+costs one look.
 
 The socket has an abstract address (Linux): it is no file, and it ends with its process, however that ends. Nobody waits
 for the one who is rung: a full queue means that a ring is waiting there already, a dead one has no address any more.
@@ -15,8 +14,8 @@ Nobody can ring on another node. A reader with a writer there looks at growing i
 To wake takes longer than a short step. So a reader whose last wait was short spins for a moment before it sleeps: in a
 stream of short steps nobody sleeps, and where steps are long, or stop, a spin has been paid for once.
 
-This stands on private parts of Ray's reader (``ray_guard.py`` is the other such place). Where they have changed,
-:func:`install` says so and the graph spins as Ray has it; ``tests/integration/test_parking.py`` fails then.
+This stands on private parts of Ray's reader and writer (``ray_guard.py`` is the other such place). Where they have
+changed, :func:`install` says so and the graph spins as Ray has it; ``tests/integration/test_parking.py`` fails then.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,8 @@ from typing import Any, ClassVar, Final
 
 import ray
 from ray.exceptions import RayChannelTimeoutError
-from ray.experimental.channel.common import SynchronousReader
+from ray.experimental.channel.common import SynchronousReader, SynchronousWriter
+from ray.experimental.channel.shared_memory_channel import CompositeChannel
 
 from resilient_executor.config import ExecutorConfig
 
@@ -166,7 +167,8 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
         RayChannelError: a channel was closed.
     """
     reader._consume_leftover_channels_if_needed(timeout)
-    channels = reader._input_channels
+    direct: list[Any] | None = getattr(reader, "_resilient_executor_channels", None)
+    channels: Sequence[Any] = direct or reader._input_channels
     results: list[Any] = [None] * len(channels)
     missing = list(range(len(channels)))
     began = time.monotonic()
@@ -174,7 +176,9 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
     # Ray counts in whole milliseconds, so less than one is no spin at all.
     slice_s, pause_s = bell.spin_s, _REMOTE_FIRST_S
     while True:
-        bell.silence()
+        spins = slice_s > 0.0
+        if not spins:
+            bell.silence()
         for index in list(missing):
             try:
                 value = channels[index].read(slice_s)
@@ -189,8 +193,11 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
                 return [value] * len(channels)
         if not missing:
             bell.waited_s = time.monotonic() - began
+            if direct is None:
+                reader._resilient_executor_channels = [_direct(channel) for channel in channels]
             return results
-        slice_s = 0.0
+        if spins:
+            continue  # rings that came meanwhile are still there, and what they tell of may have been missed
         longest_s = pause_s if bell.plan.remote else bell.look_s
         pause_s = min(2 * pause_s, _REMOTE_LAST_S)
         if deadline is not None:
@@ -201,18 +208,25 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
         bell.sleep(longest_s)
 
 
+def _direct(channel: Any) -> Any:
+    """The part of a composite channel that this process reads: Ray looks that up, by its actor's id, at every read."""
+    if type(channel) is not CompositeChannel:
+        return channel
+    return channel._channel_dict[channel._resolve_actor_id()]
+
+
 def install() -> bool:
     """Let the readers of this process that have a bell sleep. Twice is fine.
 
     Returns:
-        whether Ray's reader is as we know it; otherwise nothing is changed.
+        whether Ray's reader and writer are as we know them; otherwise nothing is changed.
     """
     if getattr(SynchronousReader, "_resilient_executor_doorbell", False):
         return True
     if not _known():
         logger.warning("Ray %s reads its channels in a way that is not known: idle graphs spin", ray.__version__)
         return False
-    read_list, close = SynchronousReader._read_list, SynchronousReader.close
+    read_list, close, write = SynchronousReader._read_list, SynchronousReader.close, SynchronousWriter.write
 
     @functools.wraps(read_list)
     def patient_read_list(self: Any, timeout: float | None = None) -> list[Any]:
@@ -220,8 +234,6 @@ def install() -> bool:
         bell = own or Doorbell.of_worker
         if bell is None:
             return read_list(self, timeout)  # type: ignore[no-any-return]  # Ray has no types
-        if own is None:
-            bell.ring()  # a worker that comes here has just written, if anything
         return read_channels(self, bell, timeout)
 
     @functools.wraps(close)
@@ -234,20 +246,35 @@ def install() -> bool:
         if own is None:
             Doorbell.of_worker = None  # a graph of somebody else's may come next
 
+    @functools.wraps(write)
+    def ringing_write(self: Any, val: Any, timeout: float | None = None) -> None:
+        write(self, val, timeout)
+        if Doorbell.of_worker is not None:  # the driver has one for each graph, and rings it itself
+            Doorbell.of_worker.ring()
+
     SynchronousReader._read_list = patient_read_list
+    SynchronousWriter.write = ringing_write
     SynchronousReader.close = waking_close
     SynchronousReader._resilient_executor_doorbell = True
     return True
 
 
 def _known() -> bool:
-    """Whether Ray's reader has the private parts that :func:`read_channels` uses."""
+    """Whether Ray's reader and writer have the private parts that this file uses."""
     try:
+        write = inspect.getsource(SynchronousWriter.write)
+        route = inspect.getsource(CompositeChannel.read)
         read = inspect.getsource(SynchronousReader._read_list)
         leftover = inspect.getsource(SynchronousReader._consume_leftover_channels_if_needed)
     except (AttributeError, OSError, TypeError):
         return False
-    return "_input_channels" in read and "_leftover_channels" in read and "_leftover_channels" in leftover
+    return (
+        "_input_channels" in read
+        and "_leftover_channels" in read
+        and "_leftover_channels" in leftover
+        and "channel.write(" in write
+        and "self._channel_dict[self._resolve_actor_id()].read(timeout)" in route
+    )
 
 
 def listen_in_worker(plan: BellPlan) -> Doorbell | None:
@@ -290,6 +317,7 @@ def plan(config: ExecutorConfig, nodes: Sequence[str], driver_node_id: str) -> t
     # Addresses are the node's, for whichever executors and epochs there are on it.
     token, size, driver = secrets.token_hex(8), config.tensor_parallel_size, -1
     where = {driver: driver_node_id, **dict(enumerate(nodes))}
+    company = Counter(where.values())
 
     def address(rank: int) -> str:
         return f"resilient-executor-{token}-{'driver' if rank == driver else rank}"
@@ -300,7 +328,7 @@ def plan(config: ExecutorConfig, nodes: Sequence[str], driver_node_id: str) -> t
             address=address(rank),
             rings=tuple(address(reader) for reader in readers if where[reader] == here),
             remote=any(where[writer] != here for writer in writers),
-            company=sum(node == here for node in where.values()),
+            company=company[here],
             busy_wait_ms=config.busy_wait_ms,
         )
 

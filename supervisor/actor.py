@@ -110,7 +110,7 @@ class SupervisorActor:
         self._findings: list[Finding] = []
         self._pulse = Pulse()
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def ping(self) -> int:
         """The epoch that it watches; 0 for none."""
@@ -155,14 +155,14 @@ class SupervisorActor:
             return
         for task in self._tasks:
             task.cancel()
-        self._tasks = []
+        self._tasks.clear()
         self._members = {}
         self._changed.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks = [present for present in self._tasks if not present.done()]
-        self._tasks.append(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     # -- sources ----------------------------------------------------------------------------------------------------
