@@ -99,6 +99,8 @@ class Doorbell:
         self._spin_s, self.look_s = spin_ms / 1e3, look_s
         #: How long the last wait was, in seconds. Written by whoever reads, one thread at a time.
         self.waited_s = math.inf
+        #: Whether the owner sleeps now, for whoever shows it; written as above.
+        self.asleep = False
         self._rings = [_abstract(address) for address in plan.rings]
         self._own = _abstract(plan.address)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -139,7 +141,9 @@ class Doorbell:
     def sleep(self, seconds: float) -> None:
         """Sleep until it rings, ``seconds`` at most."""
         with contextlib.suppress(OSError), self._poll_lock:
+            self.asleep = True
             self._poll.poll(max(0.0, seconds) * 1e3)
+        self.asleep = False
 
     def close(self) -> None:
         """Stop listening. Whoever sleeps is woken first. Twice is fine."""

@@ -357,6 +357,7 @@ class WorkerActor:
             phase_age_s=now - self._phase_began,
             steps_done=self._steps_done,
             slowest_step_s=slowest,
+            asleep=self._bell is not None and self._bell.asleep,
         )
 
     def _keep_lease(self) -> None:

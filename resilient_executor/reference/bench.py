@@ -33,6 +33,7 @@ from resilient_executor import (
     WorkerSpec,
 )
 from resilient_executor.reference import WORKER
+from resilient_executor.reference.bench_memory import measure_memory
 from resilient_executor.reference.bench_outage import measure_outage
 from resilient_executor.reference.bench_steps import EchoWorker, measure_step
 
@@ -40,7 +41,7 @@ from resilient_executor.reference.bench_steps import EchoWorker, measure_step
 JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
 _TP: Final = 2
 _PP: Final = 2
-_PARTS: Final = ("steps", "idle", "detection", "outage")
+_PARTS: Final = ("steps", "idle", "memory", "detection", "outage")
 
 
 def config_for(worker: WorkerSpec, **settings: Any) -> ExecutorConfig:
@@ -182,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="steps in one round of either (default: %(default)s)")
     parser.add_argument("--starts", type=int, default=3, help="cold starts (default: %(default)s)")
     parser.add_argument("--outages", type=int, default=9, help="deaths under the engine (default: %(default)s)")
+    parser.add_argument("--recoveries", type=int, default=50, help="kills under memory (default: %(default)s)")
     parser.add_argument("--only", default=",".join(_PARTS), help="parts to run, comma-separated (default: %(default)s)")
     options = parser.parse_args(argv)
     parts = options.only.split(",")
@@ -201,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure: dict[str, Callable[[], dict[str, Any]]] = {
         "steps": lambda: measure_step(config_for, options.rounds, options.steps, progress),
         "idle": lambda: measure_idle(100, progress),
+        "memory": lambda: measure_memory(config_for, 10_000, options.recoveries, progress),
         "detection": lambda: measure_detection(options.kills, progress),
         "outage": lambda: measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
     }
