@@ -34,14 +34,14 @@ from resilient_executor import (
 )
 from resilient_executor.reference import WORKER
 from resilient_executor.reference.bench_memory import measure_memory
-from resilient_executor.reference.bench_outage import measure_outage
+from resilient_executor.reference.bench_outage import measure_outage, measure_standbys
 from resilient_executor.reference.bench_steps import EchoWorker, measure_step
 
 #: Calls of the reference engine that new workers must get again.
 JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
 _TP: Final = 2
 _PP: Final = 2
-_PARTS: Final = ("steps", "idle", "memory", "detection", "outage")
+_PARTS: Final = ("steps", "idle", "memory", "detection", "outage", "standbys")
 
 
 def config_for(worker: WorkerSpec, **settings: Any) -> ExecutorConfig:
@@ -207,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "detection": lambda: measure_detection(options.kills, progress),
         "outage": lambda: measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
     }
+    measure["standbys"] = lambda: measure_standbys(configure, WorkerSpec(WORKER), options.starts, progress)
     results: dict[str, Any] = {}
     try:
         for part in _PARTS:
