@@ -103,7 +103,7 @@ class ExecutorConfig:
             lives, so they are small.
         parking: readers of the graph sleep while there is nothing to read; False lets them spin, as Ray has it.
         busy_wait_ms: how long they spin before they sleep; None means 2 ms on a node with more cores than it has
-            workers and driver, and not at all elsewhere.
+            workers and driver, and elsewhere 1 ms after a wait that was shorter than that.
         eager_graph: build the graph at start-up; False builds it at the first step.
 
         env_prefixes, env_names: which of the driver's environment variables workers get.

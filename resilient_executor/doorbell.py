@@ -1,10 +1,9 @@
 """Waiting without a spin: whoever reads a channel of the graph sleeps until its writer rings.
 
 A reader of Ray's compiled graph spins for as long as the graph exists. Here it looks, and if there is nothing, sleeps
-in ``poll`` on a datagram socket of its own. Whoever writes for it rings afterwards: the driver when it has submitted a
-step, a worker when it comes back to its next read, which it does right after it has written. The reader empties the
-socket *before* it looks, and writers ring *after* they have written, so no wake-up is lost; a ring too many costs one
-look.
+in ``poll`` on a datagram socket of its own. Whoever writes for it rings afterwards. The reader empties the socket,
+looks once more, and only then sleeps; writers ring *after* they have written. So no wake-up is lost; a ring too many
+costs one look.
 
 The socket has an abstract address (Linux): it is no file, and it ends with its process, however that ends. Nobody waits
 for the one who is rung: a full queue means that a ring is waiting there already, a dead one has no address any more.
@@ -12,8 +11,11 @@ A sleep is bounded, too: by ``_LOOK_S``, after which the reader looks without ha
 
 Nobody can ring on another node. A reader with a writer there looks at growing intervals instead.
 
-This stands on private parts of Ray's reader (``ray_guard.py`` is the other such place). Where they have changed,
-:func:`install` says so and the graph spins as Ray has it; ``tests/integration/test_parking.py`` fails then.
+To wake takes longer than a short step. So a reader whose last wait was short spins for a moment before it sleeps: in a
+stream of short steps nobody sleeps, and where steps are long, or stop, a spin has been paid for once.
+
+This stands on private parts of Ray's reader and writer (``ray_guard.py`` is the other such place). Where they have
+changed, :func:`install` says so and the graph spins as Ray has it; ``tests/integration/test_parking.py`` fails then.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import secrets
 import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +39,8 @@ from typing import Any, ClassVar, Final
 
 import ray
 from ray.exceptions import RayChannelTimeoutError
-from ray.experimental.channel.common import SynchronousReader
+from ray.experimental.channel.common import SynchronousReader, SynchronousWriter
+from ray.experimental.channel.shared_memory_channel import CompositeChannel
 
 from resilient_executor.config import ExecutorConfig
 
@@ -51,6 +56,8 @@ _REMOTE_FIRST_S: Final = 0.0002
 _REMOTE_LAST_S: Final = 0.002
 #: Spins of this length hide the 0.1 ms that it takes to wake, where there are cores for it.
 _SPIN_MS: Final = 2
+#: The longest spin of a reader whose last wait was no longer than that, where each spin takes a core from a peer.
+_SHORT_MS: Final = 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class BellPlan:
         rings: of those that read what it writes, on its own node.
         remote: whether somebody on another node writes for it.
         company: processes of the graph on this node, itself included.
-        busy_wait_ms: how long it spins before it sleeps; None where that takes no core from one of the others.
+        busy_wait_ms: how long it spins before it sleeps, always; None for what suits the cores and the last wait.
     """
 
     address: str
@@ -85,10 +92,15 @@ class Doorbell:
             OSError: the address is taken.
         """
         self.plan = plan
-        spin_ms = plan.busy_wait_ms
+        spin_ms, self._short_s = plan.busy_wait_ms, 0.0
         if spin_ms is None:
-            spin_ms = _SPIN_MS if usable_cores() > plan.company else 0
-        self.spin_s, self.look_s = spin_ms / 1e3, look_s
+            roomy = usable_cores() > plan.company
+            spin_ms, self._short_s = (_SPIN_MS, 0.0) if roomy else (0, _SHORT_MS / 1e3)
+        self._spin_s, self.look_s = spin_ms / 1e3, look_s
+        #: How long the last wait was, in seconds. Written by whoever reads, one thread at a time.
+        self.waited_s = math.inf
+        #: Whether the owner sleeps now, for whoever shows it; written as above.
+        self.asleep = False
         self._rings = [_abstract(address) for address in plan.rings]
         self._own = _abstract(plan.address)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -100,6 +112,11 @@ class Doorbell:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._poll_lock = threading.Lock()  # a poll object serves one thread at a time
+
+    @property
+    def spin_s(self) -> float:
+        """How long to spin before the next sleep, in seconds."""
+        return self._short_s if self.waited_s <= self._short_s else self._spin_s
 
     def ring(self) -> None:
         """Ring everybody who reads what the owner writes. Never waits, never raises."""
@@ -124,7 +141,9 @@ class Doorbell:
     def sleep(self, seconds: float) -> None:
         """Sleep until it rings, ``seconds`` at most."""
         with contextlib.suppress(OSError), self._poll_lock:
+            self.asleep = True
             self._poll.poll(max(0.0, seconds) * 1e3)
+        self.asleep = False
 
     def close(self) -> None:
         """Stop listening. Whoever sleeps is woken first. Twice is fine."""
@@ -152,18 +171,23 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
         RayChannelError: a channel was closed.
     """
     reader._consume_leftover_channels_if_needed(timeout)
-    channels = reader._input_channels
+    direct: list[Any] | None = getattr(reader, "_resilient_executor_channels", None)
+    channels: Sequence[Any] = direct or reader._input_channels
     results: list[Any] = [None] * len(channels)
     missing = list(range(len(channels)))
-    deadline = None if timeout is None or timeout == -1 else time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = None if timeout is None or timeout == -1 else began + timeout
     # Ray counts in whole milliseconds, so less than one is no spin at all.
     slice_s, pause_s = bell.spin_s, _REMOTE_FIRST_S
     while True:
-        bell.silence()
+        spins = slice_s > 0.0
+        if not spins:
+            bell.silence()
         for index in list(missing):
             try:
                 value = channels[index].read(slice_s)
             except RayChannelTimeoutError:
+                slice_s = 0.0  # one spin is enough for all
                 continue
             results[index] = value
             missing.remove(index)
@@ -172,8 +196,12 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
                 reader._leftover_channels = [channels[i] for i in missing]
                 return [value] * len(channels)
         if not missing:
+            bell.waited_s = time.monotonic() - began
+            if direct is None:
+                reader._resilient_executor_channels = [_direct(channel) for channel in channels]
             return results
-        slice_s = 0.0
+        if spins:
+            continue  # rings that came meanwhile are still there, and what they tell of may have been missed
         longest_s = pause_s if bell.plan.remote else bell.look_s
         pause_s = min(2 * pause_s, _REMOTE_LAST_S)
         if deadline is not None:
@@ -184,18 +212,25 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
         bell.sleep(longest_s)
 
 
+def _direct(channel: Any) -> Any:
+    """The part of a composite channel that this process reads: Ray looks that up, by its actor's id, at every read."""
+    if type(channel) is not CompositeChannel:
+        return channel
+    return channel._channel_dict[channel._resolve_actor_id()]
+
+
 def install() -> bool:
     """Let the readers of this process that have a bell sleep. Twice is fine.
 
     Returns:
-        whether Ray's reader is as we know it; otherwise nothing is changed.
+        whether Ray's reader and writer are as we know them; otherwise nothing is changed.
     """
     if getattr(SynchronousReader, "_resilient_executor_doorbell", False):
         return True
     if not _known():
         logger.warning("Ray %s reads its channels in a way that is not known: idle graphs spin", ray.__version__)
         return False
-    read_list, close = SynchronousReader._read_list, SynchronousReader.close
+    read_list, close, write = SynchronousReader._read_list, SynchronousReader.close, SynchronousWriter.write
 
     @functools.wraps(read_list)
     def patient_read_list(self: Any, timeout: float | None = None) -> list[Any]:
@@ -203,8 +238,6 @@ def install() -> bool:
         bell = own or Doorbell.of_worker
         if bell is None:
             return read_list(self, timeout)  # type: ignore[no-any-return]  # Ray has no types
-        if own is None:
-            bell.ring()  # a worker that comes here has just written, if anything
         return read_channels(self, bell, timeout)
 
     @functools.wraps(close)
@@ -217,20 +250,35 @@ def install() -> bool:
         if own is None:
             Doorbell.of_worker = None  # a graph of somebody else's may come next
 
+    @functools.wraps(write)
+    def ringing_write(self: Any, val: Any, timeout: float | None = None) -> None:
+        write(self, val, timeout)
+        if Doorbell.of_worker is not None:  # the driver has one for each graph, and rings it itself
+            Doorbell.of_worker.ring()
+
     SynchronousReader._read_list = patient_read_list
+    SynchronousWriter.write = ringing_write
     SynchronousReader.close = waking_close
     SynchronousReader._resilient_executor_doorbell = True
     return True
 
 
 def _known() -> bool:
-    """Whether Ray's reader has the private parts that :func:`read_channels` uses."""
+    """Whether Ray's reader and writer have the private parts that this file uses."""
     try:
+        write = inspect.getsource(SynchronousWriter.write)
+        route = inspect.getsource(CompositeChannel.read)
         read = inspect.getsource(SynchronousReader._read_list)
         leftover = inspect.getsource(SynchronousReader._consume_leftover_channels_if_needed)
     except (AttributeError, OSError, TypeError):
         return False
-    return "_input_channels" in read and "_leftover_channels" in read and "_leftover_channels" in leftover
+    return (
+        "_input_channels" in read
+        and "_leftover_channels" in read
+        and "_leftover_channels" in leftover
+        and "channel.write(" in write
+        and "self._channel_dict[self._resolve_actor_id()].read(timeout)" in route
+    )
 
 
 def listen_in_worker(plan: BellPlan) -> Doorbell | None:
@@ -273,6 +321,7 @@ def plan(config: ExecutorConfig, nodes: Sequence[str], driver_node_id: str) -> t
     # Addresses are the node's, for whichever executors and epochs there are on it.
     token, size, driver = secrets.token_hex(8), config.tensor_parallel_size, -1
     where = {driver: driver_node_id, **dict(enumerate(nodes))}
+    company = Counter(where.values())
 
     def address(rank: int) -> str:
         return f"resilient-executor-{token}-{'driver' if rank == driver else rank}"
@@ -283,7 +332,7 @@ def plan(config: ExecutorConfig, nodes: Sequence[str], driver_node_id: str) -> t
             address=address(rank),
             rings=tuple(address(reader) for reader in readers if where[reader] == here),
             remote=any(where[writer] != here for writer in writers),
-            company=sum(node == here for node in where.values()),
+            company=company[here],
             busy_wait_ms=config.busy_wait_ms,
         )
 

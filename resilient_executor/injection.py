@@ -21,7 +21,7 @@ from typing import Any, Final
 import ray
 
 from resilient_executor.protocol import Progress
-from resilient_executor.worker import WorkerActor
+from resilient_executor.worker import HEARTBEAT, WorkerActor
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class ChaosWorkerActor(WorkerActor):
             self._worker = Disturbed(self, self._worker, injection)
         return os.getpid()
 
-    @ray.method(concurrency_group="supervision")  # type: ignore[untyped-decorator]  # Ray has no types
+    @ray.method(**HEARTBEAT)  # type: ignore[untyped-decorator]  # Ray has no types
     def heartbeat(self, epoch: int, grantor: str = "") -> Progress:
         """As in ``WorkerActor``; late where that was ordered."""
         remaining = self._disturbed_until - time.monotonic()

@@ -268,6 +268,7 @@ class Progress:
         phase_age_s: seconds since the phase began.
         steps_done: steps that it has finished in this epoch.
         slowest_step_s: the slowest of those that it has finished since the supervisor's heartbeat before this one.
+        asleep: it sleeps until it is rung, see ``doorbell.py``.
     """
 
     rank: int
@@ -281,6 +282,7 @@ class Progress:
     phase_age_s: float = 0.0
     steps_done: int = 0
     slowest_step_s: float = 0.0
+    asleep: bool = False
 
 
 @dataclass(frozen=True)

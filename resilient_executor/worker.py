@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 #: Threads of the actor beside the default one. Three for supervision: the supervisor's heartbeat, that of whoever
 #: stands in for it, and a health check may overlap.
 CONCURRENCY_GROUPS = {"supervision": 3, "sentinel": 1}
+#: Of the method ``heartbeat``. Ray keeps a record of each call and sends it to the cluster's head; not of these.
+HEARTBEAT = {"concurrency_group": "supervision", "enable_task_events": False}
 #: Added to a standby's niceness while it imports.
 _QUIETLY: int = 10
 #: Between two looks at the lease, in seconds; and between two while the worker waits for a new one.
@@ -326,7 +328,7 @@ class WorkerActor:
 
     # -- supervision ------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="supervision")  # type: ignore[untyped-decorator]  # Ray has no types
+    @ray.method(**HEARTBEAT)  # type: ignore[untyped-decorator]  # Ray has no types
     def heartbeat(self, epoch: int, grantor: str = "") -> Progress:
         """Answer a heartbeat.
 
@@ -357,6 +359,7 @@ class WorkerActor:
             phase_age_s=now - self._phase_began,
             steps_done=self._steps_done,
             slowest_step_s=slowest,
+            asleep=self._bell is not None and self._bell.asleep,
         )
 
     def _keep_lease(self) -> None:

@@ -30,7 +30,7 @@ from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor import links
 from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.incidents import CauseKind
-from resilient_executor.supervisor.pulse import Pulse
+from resilient_executor.supervisor.pulse import Pulse, pause_s
 from resilient_executor.supervisor.reports import ask_agents, collect
 from resilient_executor.supervisor.stalls import StallReport
 from resilient_executor.supervisor.status import News
@@ -110,7 +110,7 @@ class SupervisorActor:
         self._findings: list[Finding] = []
         self._pulse = Pulse()
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def ping(self) -> int:
         """The epoch that it watches; 0 for none."""
@@ -155,14 +155,14 @@ class SupervisorActor:
             return
         for task in self._tasks:
             task.cancel()
-        self._tasks = []
+        self._tasks.clear()
         self._members = {}
         self._changed.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks = [present for present in self._tasks if not present.done()]
-        self._tasks.append(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     # -- sources ----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class SupervisorActor:
             except Exception as error:  # noqa: BLE001 - StaleEpoch and the like: alive, but not of this group
                 self._find(epoch, CauseKind.RPC_ERROR, member.rank, _brief(error))
                 return
-            await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
+            await asyncio.sleep(pause_s(self._interval_s, began, time.monotonic(), member.rank, len(self._members)))
 
     async def _renew(self, epoch: int, processes: Sequence[ProcessIdentity], agent: ActorHandle) -> None:
         """Keep a node's agent from ending its workers."""
@@ -290,8 +290,9 @@ class SupervisorActor:
     async def findings(self, epoch: int, known: int, timeout_s: float, awaited: int = -1) -> list[Finding]:
         """All findings of ``epoch``; waits until there are more than ``known``, at most ``timeout_s``.
 
-        ``awaited`` is the newest step that the caller has in flight, or -1.
+        ``awaited`` is the newest step that the caller has in flight, or -1. That it calls says that it lives.
         """
+        self._news_at = time.monotonic()
         if self._watch is not None and self._watch.epoch == epoch:
             self._watch.awaited(awaited)
         deadline = time.monotonic() + timeout_s

@@ -136,7 +136,9 @@ class Supervision:
     def _make(self, cls: type, node_id: str) -> Any:
         # Ray's own affinity strategy, not a placement group: these outlive the groups of all epochs.
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000, scheduling_strategy=strategy)(cls)
+        # Ray keeps a record of each call and sends it to the cluster's head; these are too many, and of no interest.
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, "enable_task_events": False}
+        return ray.remote(scheduling_strategy=strategy, **options)(cls)
 
     def _agent(self, node_id: str) -> ActorHandle:
         with self._lock:
@@ -230,8 +232,6 @@ class Supervision:
                 self._stopping.wait(1.0)
                 continue
             self._heard_at = time.monotonic()
-            if self._news is not None:
-                self.tell(self._news)  # that we live
             with self._lock:
                 fresh = findings[known:] if epoch == self._epoch else []
                 self._known += len(fresh)

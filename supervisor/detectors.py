@@ -61,6 +61,9 @@ class Verdict:
     reason: str = ""
 
 
+_ALIVE: Final = Verdict(Liveness.ALIVE)
+
+
 class Detector(Protocol):
     """What the supervisor needs of a liveness detector. Times are seconds of one steady clock."""
 
@@ -90,16 +93,24 @@ class HeartbeatHistory:
         self._least_deviation_s = LEAST_DEVIATION * interval_s
         # The expectation counts as two observations, so that the first beats do not decide everything.
         self._gaps: deque[float] = deque([interval_s, interval_s], maxlen=HISTORY)
+        self._summary: tuple[float, float] | None = None
 
     def add(self, gap_s: float) -> None:
         """Note the gap between two beats."""
         self._gaps.append(gap_s)
+        self._summary = None
+
+    def _summarised(self) -> tuple[float, float]:
+        """Mean and standard deviation. Seldom asked for: only where somebody is silent, or looks."""
+        if self._summary is None:
+            mean = math.fsum(self._gaps) / len(self._gaps)
+            variance = math.fsum((gap - mean) ** 2 for gap in self._gaps) / len(self._gaps)
+            self._summary = mean, max(math.sqrt(variance), self._least_deviation_s)
+        return self._summary
 
     def phi(self, silence_s: float) -> float:
         """How suspicious ``silence_s`` is: 1 for one chance in ten, 2 for one in a hundred, and so on."""
-        mean = math.fsum(self._gaps) / len(self._gaps)
-        variance = math.fsum((gap - mean) ** 2 for gap in self._gaps) / len(self._gaps)
-        deviation = max(math.sqrt(variance), self._least_deviation_s)
+        mean, deviation = self._summarised()
         chance = 0.5 * math.erfc((silence_s - mean) / (deviation * math.sqrt(2.0)))
         return min(MAX_PHI, -math.log10(chance)) if chance > 0.0 else MAX_PHI
 
@@ -176,14 +187,17 @@ class LivenessDetector:
                 return Verdict(
                     Liveness.DEAD, f"no heartbeat for {still_s:.1f} s (limit {self._dead_s:g} s, suspicion {phi:.0f})"
                 )
-        silence_s, phi = self.silence_s(now), self.suspicion(now)
+        silence_s = self.silence_s(now)
+        if silence_s < self._suspect_s:
+            return _ALIVE
+        phi = self.suspicion(now)
         # However irregular its beats: whoever may be convicted soon is looked at before.
-        if silence_s >= self._suspect_s and (phi >= SUSPECT_PHI or silence_s >= self._dead_s):
+        if phi >= SUSPECT_PHI or silence_s >= self._dead_s:
             return Verdict(
                 Liveness.SUSPECT,
                 f"no heartbeat for {silence_s:.1f} s (dead at {self._dead_s:g} s, suspicion {phi:.0f})",
             )
-        return Verdict(Liveness.ALIVE)
+        return _ALIVE
 
     def silence_s(self, now: float) -> float:
         """Seconds of silence that count against the worker at ``now``."""

@@ -60,7 +60,7 @@ class RankReport:
             return f"in step {progress.step_in_hand} for {progress.step_age_s + since_s:.1f} s"
         if progress.phase is not Phase.SERVING:
             return f"{progress.phase.value} for {progress.phase_age_s + since_s:.1f} s"
-        return f"idle after step {progress.last_step}"
+        return f"{'asleep' if progress.asleep else 'idle'} after step {progress.last_step}"
 
     @property
     def collective(self) -> str:

@@ -19,7 +19,7 @@ STATES: Final = ("STARTING", "HEALTHY", "SUSPECT", "RECOVERING", "FAILED", "STOP
 
 @dataclass(frozen=True)
 class News:
-    """What the executor tells its supervisor with every change, and once a second.
+    """What the executor tells its supervisor with every change.
 
     Attributes:
         state: one of ``STATES``.
@@ -55,7 +55,7 @@ def status(
 
     Args:
         news: the newest, or None when there has been none.
-        news_at: when it came, seconds of the same clock as ``now``.
+        news_at: when the executor was last heard, seconds of the same clock as ``now``.
         watch: the epoch that is being watched, or None.
         devices: rank -> its device ids.
         now: seconds of a steady clock.

@@ -14,14 +14,12 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.dag import InputNode, MultiOutputNode
 from rich.console import Console
 from rich.table import Table
 
@@ -35,34 +33,15 @@ from resilient_executor import (
     WorkerSpec,
 )
 from resilient_executor.reference import WORKER
-from resilient_executor.reference.bench_outage import measure_outage
+from resilient_executor.reference.bench_memory import measure_memory
+from resilient_executor.reference.bench_outage import measure_outage, measure_standbys
+from resilient_executor.reference.bench_steps import EchoWorker, measure_step
 
 #: Calls of the reference engine that new workers must get again.
 JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
 _TP: Final = 2
 _PP: Final = 2
-
-
-class EchoWorker:
-    """Does nothing, so that what is left is the executor's."""
-
-    def __init__(self, assignment: Any) -> None:
-        self.rank = assignment.rank
-
-    def init_device(self) -> None:
-        """Nothing to select."""
-
-    def load_model(self) -> None:
-        """Nothing to load."""
-
-    def execute_stage(self, scheduler_output: Any, grammar_output: Any, intermediate: Any) -> Any:
-        """Sleep if told to, and echo."""
-        if isinstance(scheduler_output, float):
-            time.sleep(scheduler_output)
-        return scheduler_output
-
-    def nothing(self) -> None:
-        """An RPC without work."""
+_PARTS: Final = ("steps", "idle", "memory", "detection", "outage", "standbys")
 
 
 def config_for(worker: WorkerSpec, **settings: Any) -> ExecutorConfig:
@@ -82,101 +61,6 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile by the nearest rank: of 30 values, p99 is the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
-# -- the cost of a step and of a call ---------------------------------------------------------------------------------
-
-
-def _echo(_: Any, value: Any) -> Any:
-    return value
-
-
-@contextmanager
-def raw_graph(executor: ResilientExecutor) -> Iterator[Callable[[Any], Any]]:
-    """Ray's compiled graph alone, in the same shape, over the same actors.
-
-    An actor can be in one graph at a time, so the executor's own is taken down first; :func:`own_graph` builds it anew.
-    """
-    generation = executor._lifecycle.serving
-    assert generation is not None
-    assert generation.group is not None
-    if generation.graph is not None:
-        generation.graph.tear_down(10.0)
-    handles = generation.group.handles
-    with InputNode() as request:
-        values: list[Any] = [request] * _TP
-        for stage in range(_PP):
-            stage_handles = handles[stage * _TP : (stage + 1) * _TP]
-            values = [h.__ray_call__.bind(_echo, v) for h, v in zip(stage_handles, values, strict=True)]
-        dag = MultiOutputNode(values).experimental_compile(_max_inflight_executions=_PP + 1)
-
-    def step(value: Any) -> Any:
-        outputs = [reference.get(timeout=30) for reference in dag.execute((value, None))]
-        return outputs[0]
-
-    try:
-        step(0)
-        yield step
-    finally:
-        dag.teardown()
-
-
-@contextmanager
-def own_graph(executor: ResilientExecutor) -> Iterator[Callable[[Any], Any]]:
-    """The executor's steps, over a graph compiled anew."""
-    generation = executor._lifecycle.serving
-    recovery = executor._recovery
-    assert generation is not None
-    assert recovery is not None
-    recovery.compile(generation, executor._overseer, None, time.monotonic() + 60)
-
-    def step(value: Any) -> Any:
-        executor.execute_model(value)
-        return executor.sample_tokens(None)
-
-    yield step
-
-
-def measure_step(rounds: int, steps: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Median step of either kind in turns; the ratio of each round, its median and its spread."""
-    ratios, raw_us, own_us, rpc_us, actor_us = [], [], [], [], []
-    with ResilientExecutor(config_for(WorkerSpec(EchoWorker))) as executor:
-        for number in range(rounds):
-            with raw_graph(executor) as step:
-                raw = _median_us(step, steps)
-            with own_graph(executor) as step:
-                own = _median_us(step, steps)
-            raw_us.append(raw)
-            own_us.append(own)
-            ratios.append(own / raw)
-            progress(f"step, round {number + 1} of {rounds}: raw graph {raw:.0f} us, executor {own:.0f} us")
-        generation = executor._lifecycle.serving
-        assert generation is not None
-        assert generation.group is not None
-        handles = generation.group.handles
-        for _ in range(rounds):
-            actor_us.append(_median_us(lambda _: ray.get([h.free_port.remote() for h in handles], timeout=60), 50))
-            rpc_us.append(_median_us(lambda _: executor.collective_rpc("nothing"), 50))
-    return {
-        "step_raw_us": statistics.median(raw_us),
-        "step_executor_us": statistics.median(own_us),
-        "step_overhead_ratio": statistics.median(ratios),
-        "step_overhead_ratio_min": min(ratios),
-        "step_overhead_ratio_max": max(ratios),
-        "rpc_us": statistics.median(rpc_us),
-        "rpc_raw_actor_calls_us": statistics.median(actor_us),
-    }
-
-
-def _median_us(step: Callable[[Any], Any], steps: int) -> float:
-    for value in range(steps // 10):
-        step(value)
-    samples = []
-    for value in range(steps):
-        began = time.perf_counter()
-        step(value)
-        samples.append(time.perf_counter() - began)
-    return statistics.median(samples) * 1e6
 
 
 # -- the cost of doing nothing ----------------------------------------------------------------------------------------
@@ -299,7 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="steps in one round of either (default: %(default)s)")
     parser.add_argument("--starts", type=int, default=3, help="cold starts (default: %(default)s)")
     parser.add_argument("--outages", type=int, default=9, help="deaths under the engine (default: %(default)s)")
+    parser.add_argument("--recoveries", type=int, default=50, help="kills under memory (default: %(default)s)")
+    parser.add_argument("--only", default=",".join(_PARTS), help="parts to run, comma-separated (default: %(default)s)")
     options = parser.parse_args(argv)
+    parts = options.only.split(",")
+    if unknown := set(parts) - set(_PARTS):
+        parser.error(f"--only: no such part: {', '.join(sorted(unknown))}")
     if min(options.kills, options.rounds, options.starts) < 1 or options.outages < options.starts or options.steps < 10:
         parser.error("counts must be at least 1, --steps at least 10, and --outages at least --starts")
     console = Console()
@@ -311,13 +200,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return config_for(worker, rpc_policies=JOURNALLED, **settings)
 
     began = time.monotonic()
+    measure: dict[str, Callable[[], dict[str, Any]]] = {
+        "steps": lambda: measure_step(config_for, options.rounds, options.steps, progress),
+        "idle": lambda: measure_idle(100, progress),
+        "memory": lambda: measure_memory(config_for, 10_000, options.recoveries, progress),
+        "detection": lambda: measure_detection(options.kills, progress),
+        "outage": lambda: measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
+    }
+    measure["standbys"] = lambda: measure_standbys(configure, WorkerSpec(WORKER), options.starts, progress)
+    results: dict[str, Any] = {}
     try:
-        results: dict[str, Any] = {
-            **measure_step(options.rounds, options.steps, progress),
-            **measure_idle(100, progress),
-            **measure_detection(options.kills, progress),
-            **measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
-        }
+        for part in _PARTS:
+            if part in parts:
+                results |= measure[part]()
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130

@@ -102,3 +102,81 @@ def _outage(executor: ResilientExecutor, engine: ReferenceEngine, rank: int) -> 
     if took is None:
         raise RuntimeError("the kill was not felt: the request ended before it")
     return took
+
+
+# -- what standbys cost -----------------------------------------------------------------------------------------------
+
+#: Before a standby is lost, steps are timed for so many seconds.
+_BEFORE_S: Final = 4.0
+
+
+def measure_standbys(
+    configure: Callable[..., ExecutorConfig], worker: WorkerSpec, rounds: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Memory of a warm standby, and the steps of a serving engine while a lost one is replaced, over those before.
+
+    Args:
+        configure: makes the settings for a worker.
+        worker: the reference engine's worker.
+        rounds: standbys to lose.
+        progress: is told of each figure.
+    """
+    import psutil  # of the test tools
+
+    took_s: list[float] = []
+    medians: list[float] = []
+    tails: list[float] = []
+    with ResilientExecutor(configure(worker, warm_standbys="every_rank")) as executor:
+        engine, number = ReferenceEngine(executor), len(executor.workers)
+        _await_standbys(executor, number)
+        assert executor._recovery is not None
+        standbys = executor._recovery.standbys
+        memory = [
+            psutil.Process(standby.process.pid).memory_full_info() for standby in standbys._standbys if standby.process
+        ]
+        for _ in range(rounds):
+            _await_standbys(executor, number)
+            before = _gaps(engine, _after(_BEFORE_S))
+            lost = standbys._standbys[0].process
+            assert lost is not None
+            began = time.monotonic()
+            os.kill(lost.pid, signal.SIGKILL)
+            while executor.standbys["ready"] == number:
+                time.sleep(0.01)
+            during = _gaps(engine, lambda: executor.standbys["ready"] == number)
+            took_s.append(time.monotonic() - began)
+            medians.append(statistics.median(during) / statistics.median(before))
+            tails.append(_p99(during) / _p99(before))
+            progress(f"refill: {took_s[-1]:.1f} s; steps x {medians[-1]:.2f}, their p99 x {tails[-1]:.2f}")
+    return {
+        "standby_rss_mb": statistics.mean(one.rss for one in memory) / 1e6,
+        "standby_own_mb": statistics.mean(one.uss for one in memory) / 1e6,
+        "refill_s": statistics.median(took_s),
+        "refill_step_ratio": statistics.median(medians),
+        "refill_step_ratio_max": max(medians),
+        "refill_step_p99_ratio": statistics.median(tails),
+    }
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def _gaps(engine: ReferenceEngine, over: Callable[[], bool]) -> list[float]:
+    """Seconds between tokens of one request after the other, until it is over."""
+    gaps: list[float] = []
+    while not over():
+        engine.add_request("It was a fine evening, and", SamplingParams(max_tokens=50, ignore_eos=True))
+        last: float | None = None
+        for event in engine.stream():
+            if event.error is not None:
+                raise event.error
+            now = time.monotonic()
+            gaps += [now - last] if last is not None else []
+            last = now
+    return gaps
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]

@@ -27,7 +27,7 @@ from resilient_executor import ExecutorConfig, ResilientExecutor, WorkerSpec, pr
 from resilient_executor.measurements import StepFacts
 from resilient_executor.pipeline import InflightStep, StepFuture, StepPipeline
 from resilient_executor.protocol import RankAssignment, StepKind
-from resilient_executor.reference.bench import EchoWorker
+from resilient_executor.reference.bench_steps import EchoWorker
 from resilient_executor.telemetry.recorder import Telemetry
 from resilient_executor.telemetry.setup import open_pipes
 from resilient_executor.telemetry.steps import StepTrace

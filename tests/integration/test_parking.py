@@ -64,6 +64,9 @@ def test_an_idle_graph_costs_no_core_and_wakes_at_once(executor: ResilientExecut
     time.sleep(2.0)
     cores = (cpu_s(processes) - before) / (time.monotonic() - began)
     assert cores < 0.3, "a single spinning reader takes all that it gets"
+    supervisor = executor._supervision.actor_processes()[0]  # type: ignore[union-attr]  # it has been started
+    ranks = ray.get(supervisor.roster.remote(), timeout=30)["status"]["ranks"]
+    assert [rank["doing"].split(" after ")[0] for rank in ranks] == ["asleep"] * 4
     times = []
     for number in range(20):
         time.sleep(random.uniform(0.0, 0.1))

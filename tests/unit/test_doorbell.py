@@ -180,6 +180,41 @@ def test_who_rings_whom() -> None:
 def test_nobody_spins_where_that_takes_a_core_from_a_peer() -> None:
     crowded = bell_of(replace(own_plan("crowded"), company=os.cpu_count() or 1, busy_wait_ms=None))
     assert crowded.spin_s == 0.0
+    crowded.waited_s = 0.05
+    assert crowded.spin_s == 0.0
+    never = bell_of(own_plan("never"))
+    never.waited_s = 1e-4
+    assert never.spin_s == 0.0, "0 is never"
     alone = bell_of(replace(own_plan("alone"), company=0, busy_wait_ms=None))
     assert alone.spin_s == 0.002
     assert 0 < usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_a_reader_spins_once_after_a_short_wait() -> None:
+    bell = bell_of(replace(own_plan("short"), company=os.cpu_count() or 1, busy_wait_ms=None), look_s=0.01)
+    slices: list[float | None] = []
+
+    class Slow(Queue):
+        def read(self, timeout: float | None = None) -> Any:
+            slices.append(timeout)
+            return super().read(timeout)
+
+    first, second = Slow(), Slow()
+    reader = SynchronousReader([first, second])
+    first.values.append(1)
+    second.values.append(1)
+    read_channels(reader, bell, 20.0)
+    assert slices == [0.0, 0.0], "nothing is known of how long it waits"
+    assert bell.waited_s < 60.0, "now it is"
+    bell.waited_s = 0.0009  # whatever this machine was busy with
+    slices.clear()
+    for queue in (first, second):
+        threading.Timer(0.05, queue.values.append, [2]).start()
+    read_channels(reader, bell, 20.0)
+    assert slices[:2] == [0.001, 0.0], "one spin for both"
+    assert set(slices[2:]) == {0.0}, "then it sleeps"
+    slices.clear()
+    first.values.append(3)
+    second.values.append(3)
+    read_channels(reader, bell, 20.0)
+    assert slices == [0.0, 0.0], "the last wait was long"

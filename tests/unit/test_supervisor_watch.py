@@ -114,6 +114,8 @@ def test_a_report_says_what_is_known() -> None:
     assert it.report(0, 3.0).doing() == "has not said anything"
     assert it.report(1, 3.0, SLEEPS).process == "sleeps"
     assert it.silence_s(1, 3.0) == 2.0
+    it.heard(idle(1, asleep=True), 3.0, 0.001)
+    assert it.report(1, 3.0).doing() == "asleep after step 9"
 
 
 @pytest.mark.parametrize("every_s", [2.0, 5.0, 8.0])

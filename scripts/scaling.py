@@ -1,0 +1,341 @@
+"""What grows with the number of workers: measured from 8 to 1,024, printed as a table, drawn as an SVG.
+
+Three ways to have many workers on a small machine:
+
+* pure logic (ranks, who rings whom, the detectors' pass) runs on made-up facts;
+* the real supervisor watches simulated workers, many in each of a few Ray actors, which answer heartbeats and calls;
+* with ``--real``, real executors of up to so many real workers that do nothing.
+
+    python scripts/scaling.py --json build/scaling.json --svg docs/img/scaling.svg --real 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from resilient_executor import ExecutorConfig, ResilientExecutor, WorkerSpec, doorbell, measurements, protocol, ranks
+from resilient_executor.processes import identify
+from resilient_executor.protocol import Phase, ProcessIdentity, Progress, RpcEnvelope, WorkerInfo
+from resilient_executor.reference.bench import config_for
+from resilient_executor.reference.bench_steps import EchoWorker
+from resilient_executor.supervisor.actor import Member, SupervisorActor
+from resilient_executor.supervisor.status import News, prometheus, status
+from resilient_executor.supervisor.watch import Watch, WatchSettings
+
+SIZES: Final = (8, 16, 32, 64, 128, 256, 512, 1024)
+#: Workers on a node, and in a pipeline stage, of a made-up cluster.
+_NODE: Final = 8
+_HIVES: Final = 2
+#: What one series of the plot is: key, label, colour.
+SERIES: Final = (
+    ("supervisor_core_percent", "supervisor, % of a core (as the heartbeats cost it)", "#d62728"),
+    ("rpc_ms", "collective RPC, ms (simulated workers)", "#1f77b4"),
+    ("ranks_ms", "ranks and assignments, ms", "#2ca02c"),
+    ("bells_ms", "who rings whom, ms", "#9467bd"),
+    ("judge_ms", "one pass of the detectors, ms", "#ff7f0e"),
+    ("status_ms", "status page, ms", "#7f7f7f"),
+)
+
+
+def made_up(size: int) -> list[WorkerInfo]:
+    """Workers of nodes with eight devices each."""
+    return [
+        WorkerInfo(
+            created_rank=rank,
+            process=ProcessIdentity(1000 + rank, 1, f"node-{rank // _NODE:04d}"),
+            node_ip=f"10.0.{rank // _NODE // 250}.{rank // _NODE % 250 + 1}",
+            device_ids=(str(rank % _NODE),),
+            actor_id=f"{rank:032x}",
+        )
+        for rank in range(size)
+    ]
+
+
+def config_of(size: int) -> ExecutorConfig:
+    """TP within a node, PP over the nodes."""
+    return ExecutorConfig(
+        worker=WorkerSpec("unused"), tensor_parallel_size=_NODE, pipeline_parallel_size=size // _NODE, device_key="GPU"
+    )
+
+
+def progress_of(rank: int, epoch: int, steps: int = 100) -> Progress:
+    """A worker's answer between two steps."""
+    return Progress(rank, epoch, Phase.SERVING, -1, 0.0, steps, -1, "", 1.0, steps, 0.01)
+
+
+def milliseconds(work: Callable[[], object], least_s: float = 0.2) -> float:
+    """The median time of ``work``."""
+    times: list[float] = []
+    end = time.perf_counter() + least_s
+    while len(times) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def pure(size: int) -> dict[str, float]:
+    """What needs no process: ranks, bells, detectors, the status page."""
+    infos, config = made_up(size), config_of(size)
+
+    def rank() -> None:
+        ordered = ranks.order_ranks(infos, "node-0000")
+        ranks.check_topology(infos, size)
+        ranks.assignments(ordered, config=config, epoch=1, init_method="tcp://10.0.0.1:1234")
+
+    settings = WatchSettings.from_config(config)
+    watch = Watch(1, [(i.process, i.node_ip) for i in infos], settings, settings.step_deadline(), 0.0)
+    clock = [0.0]
+
+    def beat() -> None:
+        clock[0] += settings.heartbeat_interval_s
+        for number in range(size):
+            watch.heard(progress_of(number, 1), clock[0], 0.001)
+
+    def judge() -> None:
+        assert watch.judge(clock[0] + 0.01) == ([], [])
+
+    for _ in range(10):
+        beat()
+        judge()
+    news = News("scaling", "HEALTHY", 1, "", 1, size, _NODE)
+    devices = {info.created_rank: info.device_ids for info in infos}
+    return {
+        "ranks_ms": milliseconds(rank),
+        "bells_ms": milliseconds(lambda: doorbell.plan(config, [i.process.node_id for i in infos], "node-0000")),
+        "heard_ms": milliseconds(beat),
+        "judge_ms": milliseconds(judge),
+        "status_ms": milliseconds(lambda: prometheus(status(news, 0.0, watch, devices, clock[0]))),
+    }
+
+
+# -- a real supervisor over simulated workers -------------------------------------------------------------------------
+
+
+class Hive:
+    """Many workers in one process: answers for each of them, at once."""
+
+    async def who(self) -> ProcessIdentity:
+        """This process."""
+        return identify(os.getpid(), ray.get_runtime_context().get_node_id())
+
+    async def heartbeat(self, rank: int, epoch: int, grantor: str = "") -> Progress:
+        """As a worker between two steps."""
+        return progress_of(rank, epoch)
+
+    async def sentinel(self, rank: int) -> None:
+        """Never returns."""
+        await asyncio.Event().wait()
+
+    async def run_rpc(self, rank: int, envelope: RpcEnvelope) -> bytes:
+        """A call without work."""
+        return measurements.encode_rpc_reply(0, 0, protocol.dumps(rank))
+
+
+class _Method:
+    def __init__(self, hive: Any, name: str, rank: int) -> None:
+        self._hive, self._name, self._rank = hive, name, rank
+
+    def remote(self, *arguments: Any) -> Any:
+        return getattr(self._hive, self._name).remote(self._rank, *arguments)
+
+
+class SimulatedHandle:
+    """What the supervisor calls in place of a worker's actor handle."""
+
+    def __init__(self, hive: Any, rank: int) -> None:
+        self.heartbeat = _Method(hive, "heartbeat", rank)
+        self.sentinel = _Method(hive, "sentinel", rank)
+        self.run_rpc = _Method(hive, "run_rpc", rank)
+
+
+def simulated(size: int, seconds: float) -> dict[str, float]:
+    """The supervisor's processor time and its heartbeats' round trips; and a call to all workers."""
+    make = {"num_cpus": 0, "max_concurrency": 10_000}
+    hives = [ray.remote(**make)(Hive).remote() for _ in range(_HIVES)]
+    processes = ray.get([hive.who.remote() for hive in hives], timeout=120)
+    supervisor = ray.remote(**make)(SupervisorActor).remote(WatchSettings.from_config(config_of(size)))
+    members = [
+        Member(rank, SimulatedHandle(hives[rank % _HIVES], rank), processes[rank % _HIVES], "127.0.0.1")
+        for rank in range(size)
+    ]
+    try:
+        began = time.monotonic()
+        own = psutil.Process(ray.get(supervisor.adopt.remote(1, members, {}), timeout=120).pid)
+        adopt_s = time.monotonic() - began
+        time.sleep(2.0)
+        ray.get(supervisor.pulse.remote(), timeout=60)
+        before, at = sum(own.cpu_times()[:2]), time.monotonic()
+        trips: list[float] = []
+        silences: list[float] = []
+        while time.monotonic() < at + seconds:
+            time.sleep(1.0)
+            for some, silence_s, _ in ray.get(supervisor.pulse.remote(), timeout=60).values():
+                trips += some
+                silences.append(silence_s)
+        took = time.monotonic() - at
+        used = sum(own.cpu_times()[:2]) - before
+        findings = ray.get(supervisor.findings.remote(1, 0, 0.0), timeout=60)
+        arguments = protocol.dumps(((), {}))
+
+        def call() -> None:
+            handles = [member.handle for member in members]
+            replies = [handle.run_rpc.remote(RpcEnvelope(1, 1, "nothing", arguments)) for handle in handles]
+            for reply in ray.get(replies, timeout=60):
+                measurements.rpc_reply_result(reply)
+
+        return {
+            "adopt_s": adopt_s,
+            "beats_per_s": len(trips) / took,
+            "beats_wanted_per_s": 2.0 * size,
+            "supervisor_core_percent": 100 * used / took,
+            "supervisor_us_per_beat": 1e6 * used / max(1, len(trips)),
+            "round_trip_p50_ms": 1e3 * statistics.median(trips),
+            "round_trip_p99_ms": 1e3 * sorted(trips)[int(0.99 * len(trips))],
+            "longest_silence_s": max(silences),
+            "false_findings": float(len(findings)),
+            "rpc_ms": milliseconds(call, 1.0),
+        }
+    finally:
+        for actor in (supervisor, *hives):
+            ray.kill(actor, no_restart=True)
+
+
+# -- real executors ---------------------------------------------------------------------------------------------------
+
+
+def real(size: int) -> dict[str, float]:
+    """An executor with so many workers that do nothing, as a square as far as that goes."""
+    tp = 2 ** (size.bit_length() // 2)
+    config = config_for(
+        WorkerSpec(EchoWorker),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=size // tp,
+        starting_timeout_s=600.0,
+        start_timeout_s=900.0,
+        compiling_timeout_s=600.0,
+    )
+    with ResilientExecutor(config) as executor:
+
+        def step() -> None:
+            executor.execute_model(0)
+            executor.sample_tokens(None)
+
+        supervision = executor._supervision
+        assert supervision is not None
+        supervisor = supervision.actor_processes()[0]
+        watcher = psutil.Process(ray.get(supervisor.roster.remote(), timeout=60)["supervisor"].pid)
+        workers = [psutil.Process(worker.process.pid) for worker in executor.workers]
+        result = {
+            "start_s": executor.start_seconds,
+            **{f"start_{name}_s": seconds for name, seconds in executor.start_phases.items()},
+            "step_ms": milliseconds(step, 2.0),
+            "rpc_ms": milliseconds(lambda: executor.collective_rpc("nothing"), 2.0),
+        }
+        time.sleep(2.0)
+        before = {process: sum(process.cpu_times()[:2]) for process in (watcher, *workers)}
+        at = time.monotonic()
+        time.sleep(10.0)
+        took = time.monotonic() - at
+        used = {process: sum(process.cpu_times()[:2]) - before[process] for process in before}
+        return {
+            **result,
+            "supervisor_core_percent": 100 * used[watcher] / took,
+            "worker_core_percent": 100 * statistics.mean(used[process] for process in workers) / took,
+            "worker_rss_mb": statistics.mean(process.memory_info().rss for process in workers) / 1e6,
+            "driver_rss_mb": psutil.Process().memory_info().rss / 1e6,
+            "incidents": float(len(executor.incidents)),
+        }
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def plot(rows: Sequence[dict[str, float]]) -> str:
+    """Both axes logarithmic; one line for each of :data:`SERIES`."""
+    width, height, left, bottom, top = 860, 460, 60, 60, 20
+    low, high = -3.0, 3.0
+    first, last = SIZES[0].bit_length(), SIZES[-1].bit_length()
+
+    def x(size: float) -> float:
+        return left + (int(size).bit_length() - first) / (last - first) * (width - left - 330)
+
+    def y(value: float) -> float:
+        return top + (high - min(high, max(low, math.log10(max(value, 1e-9))))) / (high - low) * (height - bottom - top)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for power in range(int(low), int(high) + 1):
+        at = y(10.0**power)
+        parts.append(f'<line x1="{left}" x2="{x(SIZES[-1])}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
+    for size in SIZES:
+        parts.append(f'<text x="{x(size):.1f}" y="{height - bottom + 18}" text-anchor="middle">{size}</text>')
+    parts.append(f'<text x="{(left + x(SIZES[-1])) / 2}" y="{height - 14}" text-anchor="middle">workers</text>')
+    for number, (key, label, colour) in enumerate(SERIES):
+        points = [(x(row["workers"]), y(row[key])) for row in rows if key in row]
+        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in points]
+        parts.append(f'<text x="{x(SIZES[-1]) + 16}" y="{top + 24 * number + 14}" fill="{colour}">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def show(title: str, rows: Sequence[dict[str, float]]) -> None:
+    """A table with a column for each size."""
+    table = Table(title=title)
+    table.add_column("what")
+    for row in rows:
+        table.add_column(f"{row['workers']:.0f}", justify="right")
+    for key in rows[0]:
+        if key != "workers":
+            table.add_row(key, *(f"{row[key]:.3g}" if key in row else "" for row in rows))
+    Console(width=140).print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description="What grows with the number of workers.")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--svg", type=Path, help="where to write the plot")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of watching, for each size (default: %(default)s)")
+    parser.add_argument("--real", type=int, default=0, help="largest real executor; 0 for none (default: %(default)s)")
+    options = parser.parse_args(argv)
+    rows: list[dict[str, float]] = [{"workers": size, **pure(size)} for size in SIZES]
+    ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False, logging_level="ERROR")
+    try:
+        for row in rows:
+            row.update(simulated(int(row["workers"]), options.seconds))
+    finally:
+        ray.shutdown()
+    show("made-up workers (ranks, bells, detectors) and simulated ones (supervisor, calls)", rows)
+    real_rows = [{"workers": size, **real(size)} for size in (4, *SIZES) if size <= options.real]
+    if real_rows:
+        show("real executors of workers that do nothing", real_rows)
+    if options.svg is not None:
+        options.svg.write_text(plot(rows))
+    if options.json is not None:
+        data = {"simulated": rows, "real": real_rows, "cores": os.cpu_count(), "load_average_1m": os.getloadavg()[0]}
+        options.json.write_text(json.dumps(data, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
