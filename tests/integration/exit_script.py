@@ -55,6 +55,7 @@ def start(start_s: float = 0.0) -> ResilientExecutor:
             name=f"script-{os.getpid()}",
             backoff_initial_s=0.01,
             backoff_max_s=0.01,
+            warm_standbys=1 if "standbys" in sys.argv[1] else 0,
         )
     )
     assert executor.execute_model("step") == "step"
@@ -66,9 +67,14 @@ def start(start_s: float = 0.0) -> ResilientExecutor:
 
 
 def main(mode: str) -> None:
+    """Do what ``mode`` says; with " with standbys" behind it, once a standby is ready."""
     if mode == "start":
         start(start_s=60.0)
     executor = start()
+    while "standbys" in mode and not executor.standbys["ready"]:
+        time.sleep(0.05)
+    say("ready")
+    mode = mode.removesuffix(" with standbys")
     if mode == "proper":
         executor.shutdown()
     elif mode == "forget":

@@ -157,7 +157,7 @@ def assert_only_traceback(stderr: str) -> None:
 class TestJoined:
     """With a cluster that stays, in which nothing of the script must stay."""
 
-    @pytest.mark.parametrize("mode", ["forget", "forget in flight"])
+    @pytest.mark.parametrize("mode", ["forget with standbys", "forget in flight"])
     def test_a_script_that_ends(self, run: Run, ray_cluster: str, mode: str) -> None:
         """F29: also with a step and a call that would take minutes."""
         script = run(mode, ray_cluster)
@@ -166,13 +166,13 @@ class TestJoined:
         assert (code, stderr) == (0, "")
 
     def test_one_that_is_killed_leaves_no_orphan(self, run: Run, ray_cluster: str) -> None:
-        """Workers, supervisor and agent end with it, although their Ray goes on.
+        """Workers, standbys, supervisor and agent end with it, although their Ray goes on.
 
         Its graph's semaphores in shared memory go with the next executor on the node: there is nobody left to do it.
         """
         before = leaks.holdings()
-        script = run("serve", ray_cluster)
-        script.until_said("serving")
+        script = run("serve with standbys", ray_cluster)
+        script.until_said("ready")
         script.process.kill()
         assert script.end(5)[0] == -signal.SIGKILL
         within(15, lambda: set(leaks.holdings().beyond(before)) <= {"semaphores"}, "nothing but semaphores is left")
