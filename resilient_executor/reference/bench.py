@@ -41,7 +41,7 @@ from resilient_executor.reference.bench_steps import EchoWorker, measure_step
 JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
 _TP: Final = 2
 _PP: Final = 2
-_PARTS: Final = ("steps", "idle", "memory", "detection", "outage", "standbys")
+_PARTS: Final = ("steps", "idle", "supervision", "memory", "detection", "outage", "standbys")
 
 
 def config_for(worker: WorkerSpec, **settings: Any) -> ExecutorConfig:
@@ -103,6 +103,37 @@ def _cores(processes: Sequence[Any], seconds: float = 5.0) -> float:
     before, began = used(), time.monotonic()
     time.sleep(seconds)
     return (used() - before) / (time.monotonic() - began)
+
+
+class Idle:
+    """An actor that does nothing, as a measure of what Ray itself does in each."""
+
+    async def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+
+def measure_supervision(progress: Callable[[str], None], seconds: float = 20.0) -> dict[str, Any]:
+    """Processor share of the supervisor and of the node's agent at rest, and of an actor that does nothing."""
+    import psutil  # of the test tools
+
+    with ResilientExecutor(config_for(WorkerSpec(EchoWorker))) as executor:
+        _run_through(executor)
+        assert executor._supervision is not None
+        supervisor, agent = executor._supervision.actor_processes()
+        idle = ray.remote(num_cpus=0, max_concurrency=1000)(Idle).remote()
+        pids = {
+            "supervisor": ray.get(supervisor.roster.remote(), timeout=60)["supervisor"].pid,
+            "agent": ray.get(agent.identity.remote(), timeout=60).pid,
+            "idle_actor": ray.get(idle.pid.remote(), timeout=60),
+        }
+        time.sleep(5.0)
+        before, began = {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}, time.monotonic()
+        time.sleep(seconds)
+        took = time.monotonic() - began
+        used = {name: sum(psutil.Process(pid).cpu_times()[:2]) - before[name] for name, pid in pids.items()}
+    progress(", ".join(f"{name} {100 * cpu_s / took:.2f} % of a core" for name, cpu_s in used.items()))
+    return {f"{name}_core_percent": 100 * cpu_s / took for name, cpu_s in used.items()}
 
 
 # -- how fast a death is seen -----------------------------------------------------------------------------------------
@@ -203,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure: dict[str, Callable[[], dict[str, Any]]] = {
         "steps": lambda: measure_step(config_for, options.rounds, options.steps, progress),
         "idle": lambda: measure_idle(100, progress),
+        "supervision": lambda: measure_supervision(progress),
         "memory": lambda: measure_memory(config_for, 10_000, options.recoveries, progress),
         "detection": lambda: measure_detection(options.kills, progress),
         "outage": lambda: measure_outage(configure, WorkerSpec(WORKER), options.outages, options.starts, progress),
