@@ -41,6 +41,8 @@ def _attempt(first_use: Callable[[int], None], vocabulary: int) -> None:
     """What does not work here is left to the first step, which reports it."""
     try:
         first_use(vocabulary)
+    except ImportError:
+        logger.debug("this vLLM has nothing to %s that is compiled", first_use.__name__.strip("_"))
     except Exception:
         logger.warning("%s could not be rehearsed", first_use.__name__.strip("_"), exc_info=True)
 

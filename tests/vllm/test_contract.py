@@ -146,6 +146,8 @@ def test_what_a_standby_does_ahead() -> None:
         "v1/sample/ops/logprobs.py": "def batched_count_greater_than(x: torch.Tensor, values: torch.Tensor)",
     }
     for path, function in rehearsed.items():
+        if "compiled_random_sample" in function and "compiled_random_sample" not in text(path):
+            continue  # since 0.33
         assert re.search(r"@torch\.compile\(.*\)\n" + re.escape(function), text(path)), path
 
 
