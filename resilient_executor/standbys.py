@@ -300,6 +300,11 @@ class Standbys:
         try:
             seconds, standby.process = ray.get(standby.prepared, timeout=_END_S)
         except RayTaskError as error:
+            if isinstance(error.cause, RayError):  # the rank that was asked for its imports has died under the question
+                self._standbys.remove(standby)
+                self._discard(standby)
+                self._lost(standby, type(error.cause).__name__, now)
+                return
             # The next one would meet it again, and so would an ordinary start, which reports it in full.
             cause = " ".join(str(error.cause or error).split())[:300]
             self._off = cause
