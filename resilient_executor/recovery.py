@@ -149,7 +149,8 @@ class Recovery:
         self._budget.note_success(time.monotonic())
         current = self._lifecycle.current
         if current is not None and current.group is not None:
-            self.standbys.serve([info.process.node_id for info in current.group.infos])
+            group = current.group
+            self.standbys.serve([info.process.node_id for info in group.infos], group.handles[0])
 
     def recover(self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]) -> bool:
         """Replace a dead generation, however many attempts the budget allows.

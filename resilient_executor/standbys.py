@@ -114,6 +114,7 @@ class Standbys:
         self._lock = threading.Lock()
         self._standbys: list[Standby] = []
         self._wanted: Mapping[str, int] = {}
+        self._rank: ActorHandle | None = None
         self._serving = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -139,16 +140,18 @@ class Standbys:
 
     # -- while it serves, and while it does not ----------------------------------------------------------------------
 
-    def serve(self, nodes: Sequence[str]) -> None:
+    def serve(self, nodes: Sequence[str], rank: ActorHandle) -> None:
         """A generation serves: see to it that there are standbys. Does not wait.
 
         Args:
             nodes: the node of each of its ranks.
+            rank: one of them, whose imports standbys do as well.
         """
         if not self.enabled:
             return
         with self._lock:
             self._wanted = wanted_standbys(self._config, nodes)
+            self._rank = rank
             self._serving = True
             if self._thread is None and not self._stopping.is_set():
                 self._thread = threading.Thread(target=self._run, name="resilient-executor-standbys", daemon=True)
@@ -287,6 +290,7 @@ class Standbys:
             cloudpickle.dumps(self._config.worker),
             self._config.device_key,
             self._config.devices_per_worker,
+            self._rank.imported.remote() if self._rank is not None else (),
         )
         return Standby(node_id, handle, handle.sentinel.remote(), prepared, now)
 
@@ -301,6 +305,11 @@ class Standbys:
         try:
             seconds, standby.process = ray.get(standby.prepared, timeout=_END_S)
         except RayTaskError as error:
+            if isinstance(error.cause, RayError):  # the rank that was asked for its imports has died under the question
+                self._standbys.remove(standby)
+                self._discard(standby)
+                self._lost(standby, type(error.cause).__name__, now)
+                return
             # The next one would meet it again, and so would an ordinary start, which reports it in full.
             cause = " ".join(str(error.cause or error).split())[:300]
             self._off = cause

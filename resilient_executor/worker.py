@@ -14,7 +14,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -38,7 +38,18 @@ from resilient_executor.protocol import (
     WorkerSpec,
 )
 from resilient_executor.telemetry import logs, propagation
-from resilient_executor.worker_support import capture, count_threads, logged, preload, resolve, serialized, show_devices
+from resilient_executor.worker_support import (
+    capture,
+    count_threads,
+    imported,
+    logged,
+    preload_quietly,
+    resolve,
+    serialized,
+    settle,
+    show_devices,
+    to_stay,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +58,6 @@ logger = logging.getLogger(__name__)
 CONCURRENCY_GROUPS = {"supervision": 3, "sentinel": 1}
 #: Of the method ``heartbeat``. Ray keeps a record of each call and sends it to the cluster's head; not of these.
 HEARTBEAT = {"concurrency_group": "supervision", "enable_task_events": False}
-#: Added to a standby's niceness while it imports.
-_QUIETLY: int = 10
 #: Between two looks at the lease, in seconds; and between two while the worker waits for a new one.
 _LEASE_LOOK_S = 0.25
 _LEASE_WAIT_S = 0.005
@@ -87,18 +96,21 @@ class WorkerActor:
     # -- coming up --------------------------------------------------------------------------------------------------
 
     def prepare(
-        self, variables: Mapping[str, str], spec: bytes, device_key: str, amount: float = 1.0
+        self,
+        variables: Mapping[str, str],
+        spec: bytes,
+        device_key: str,
+        amount: float = 1.0,
+        modules: Sequence[str] = (),
     ) -> tuple[float, ProcessIdentity]:
         """As a standby: do what needs neither a rank nor a device, which is the environment and the engine's imports.
-
-        They run in a thread of their own at a low priority, which ends with it: an ordinary one could not be taken back
-        without privileges.
 
         Args:
             variables: see :meth:`init_worker`.
             spec: see :meth:`init_worker`.
             device_key: the resource that this worker will take.
             amount: how much of it.
+            modules: what a rank at work has imported.
 
         Returns:
             the seconds that it took, and this process.
@@ -106,20 +118,8 @@ class WorkerActor:
         count_threads(device_key, amount)
         environment.apply(variables)
         show_devices(device_key, None)
-        failures: list[Exception] = []
-
-        def imports() -> None:
-            try:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.nice(0) + _QUIETLY))
-                preload(pickle.loads(spec))
-            except Exception as error:  # noqa: BLE001 - the engine's own; raised again below
-                failures.append(error)
-
-        began, thread = time.monotonic(), threading.Thread(target=imports, name="resilient-executor-imports")
-        thread.start()
-        thread.join()  # bounded by whoever waits for this call: it ends this process
-        if failures:
-            raise failures[0]
+        began = time.monotonic()
+        preload_quietly(spec, modules)
         took_s = time.monotonic() - began
         return took_s, processes.identify(os.getpid(), ray.get_runtime_context().get_node_id())
 
@@ -186,7 +186,8 @@ class WorkerActor:
         logs.identify(self._epoch, self._rank)
         with logged(self, "init_worker", -1, trace_context) as began:
             loaded: WorkerSpec = pickle.loads(spec)
-            self._worker = resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
+            with to_stay():
+                self._worker = resolve(loaded.cls)(assignment, **loaded.kwargs_of(assignment.rank))
         return began, time.time_ns()
 
     def init_device(self, trace_context: bytes = b"") -> tuple[int, int]:
@@ -203,7 +204,14 @@ class WorkerActor:
 
     def set_phase(self, phase: Phase) -> None:
         """Tell the supervisor, with the next heartbeat, what this worker is busy with."""
+        if phase == Phase.SERVING:
+            settle()
         self._enter(phase)
+
+    @ray.method(concurrency_group="supervision")  # type: ignore[untyped-decorator]  # Ray has no types
+    def imported(self) -> tuple[str, ...]:
+        """The modules of this process, for standbys."""
+        return imported()
 
     def _enter(self, phase: Phase) -> None:
         self._phase, self._phase_began = phase, time.monotonic()

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,8 @@ _MARK: Final = "RESULT "
 _MODULE: Final = "resilient_executor.vllm.bench"
 _REQUESTS: Final = 16
 _TOKENS: Final = 96
+#: Topology -> its engines whose outages are measured, in this order.
+_OUTAGES: Final = {"tp2": ("cold", "warm", "warm", "cold"), "pp2": ("cold",)}
 _CHECKPOINT: Final = str(Path(__file__).parents[1] / "reference" / "checkpoint")
 
 
@@ -36,16 +39,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--rounds", type=int, default=3, help="engines of each kind for each topology")
-    parser.add_argument("--kills", type=int, default=5, help="deaths for the outage")
+    parser.add_argument("--kills", type=int, default=3, help="deaths for the outage, in each engine that is measured")
     parser.add_argument("--topologies", default="tp1,tp2,pp2")
     parser.add_argument("--child", choices=("throughput", "outage"), help=argparse.SUPPRESS)
     parser.add_argument("--executor", default="ours", help=argparse.SUPPRESS)
     parser.add_argument("--topology", default="tp1", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child == "throughput":
         _report(_throughput(options.executor, options.topology))
     elif options.child == "outage":
-        _report(_outage(options.topology, options.kills))
+        _report(_outage(options.topology, options.kills, options.warm))
     else:
         results = _measure(options)
         text = json.dumps(results, indent=2)
@@ -74,12 +78,54 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         if failed:
             results[f"throughput_error_{topology}"] = failed
         print(f"{topology}: {rates} {failed}", file=sys.stderr, flush=True)
-    for topology in ("tp2", "pp2"):
-        outage, error = _child("outage", "ours", topology, f"--kills={options.kills}")
-        results[f"outage_{topology}"] = outage if outage is not None else error
-        if outage is not None and "outage_p50_s" not in results:
-            results |= {name: outage[name] for name in ("outage_p50_s", "outage_machinery_p50_s")}
+    for topology, kinds in _OUTAGES.items():
+        if topology in options.topologies.split(","):
+            results |= _measure_outages(topology, kinds, options.kills)
     return results
+
+
+def _measure_outages(topology: str, kinds: Sequence[str], kills: int) -> dict[str, Any]:
+    """Outages of one topology, cold and warm in turns."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, Any] = {}
+    for kind in kinds:
+        more = ("--warm",) if kind == "warm" else ()
+        measured, error = _child("outage", "ours", topology, f"--kills={kills}", *more)
+        print(f"{topology} outages, {kind}: {measured} {error}", file=sys.stderr, flush=True)
+        if error:
+            results[f"outage_error_{topology}_{kind}"] = error
+        found.setdefault(kind, []).extend(measured or [])
+    for kind, outages in found.items():
+        if outages:
+            results[f"outage_{topology}_{kind}"] = _summary(outages)
+    if all(found.get(kind) for kind in ("cold", "warm")):
+        cold, warm = (results[f"outage_{topology}_{kind}"] for kind in ("cold", "warm"))
+        results |= {
+            "outage_p50_s": cold["outage_p50_s"],
+            "outage_machinery_p50_s": cold["machinery_p50_s"],
+            "outage_warm_p50_s": warm["outage_p50_s"],
+            "outage_warm_over_cold": round(warm["outage_p50_s"] / cold["outage_p50_s"], 3),
+            "requests_longer_by_p50_s": cold["requests_longer_by_p50_s"],
+            "requests_longer_by_warm_p50_s": warm["requests_longer_by_p50_s"],
+        }
+    return results
+
+
+def _summary(outages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of what :func:`_outage` has measured."""
+    summary: dict[str, Any] = {
+        f"{name}_p50_s": round(statistics.median(one[name] for one in outages), 2)
+        for name in ("outage", "machinery", "import_vllm", "requests_longer_by")
+    }
+    names = list(dict.fromkeys(name for one in outages for name in one["phases"]))
+    return {
+        "kills": len(outages),
+        "outage_max_s": round(max(one["outage"] for one in outages), 2),
+        **summary,
+        "phases_p50_s": {
+            name: round(statistics.median(one["phases"].get(name, 0.0) for one in outages), 3) for name in names
+        },
+    }
 
 
 def _child(kind: str, executor: str, topology: str, *more: str) -> tuple[Any, str]:
@@ -97,7 +143,7 @@ def _report(result: Any) -> None:
     print(_MARK + json.dumps(result), flush=True)
 
 
-def _engine(executor: str, topology: str, **more: Any) -> Any:
+def _engine(executor: str, topology: str, **settings: Any) -> Any:
     from vllm import LLM
 
     kind, size = topology[:2], int(topology[2:])
@@ -109,12 +155,11 @@ def _engine(executor: str, topology: str, **more: Any) -> Any:
         "max_model_len": 512,
         "max_num_seqs": _REQUESTS,
         "tensor_parallel_size" if kind == "tp" else "pipeline_parallel_size": size,
-        **more,
     }
     if executor == "ours":
         arguments["distributed_executor_backend"] = "resilient_executor.vllm.ResilientVllmExecutor"
         arguments["additional_config"] = {
-            "resilient_executor": {"address": "local", "max_restarts": 1000, "backoff_initial_s": 0.01}
+            "resilient_executor": {"address": "local", "max_restarts": 1000, "backoff_initial_s": 0.01, **settings}
         }
     else:
         arguments["distributed_executor_backend"] = "mp"
@@ -136,15 +181,17 @@ def _throughput(executor: str, topology: str) -> float:
     return max(_REQUESTS * _TOKENS / _generate(llm) for _ in range(5))
 
 
-def _outage(topology: str, kills: int) -> dict[str, Any]:
+def _outage(topology: str, kills: int, warm: bool) -> list[dict[str, Any]]:
     """Kill a worker in the middle of a generation, again and again; from the death to the next service, by phase."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = _engine("ours", topology)
+    llm = _engine("ours", topology, warm_standbys="every_rank" if warm else 0)
     core = llm.llm_engine.engine_core.engine_core.model_executor.core
     _generate(llm)
-    undisturbed = _generate(llm)
-    machinery, imports, longer = [], [], []
+    undisturbed = min(_generate(llm) for _ in range(2))
+    found = []
     for kill in range(kills):
+        while warm and core.standbys != {"ready": len(core.workers), "preparing": 0}:
+            time.sleep(0.1)
         victim = core.workers[kill % len(core.workers)].process.pid
 
         def strike(*_: Any, pid: int = victim) -> None:
@@ -152,26 +199,22 @@ def _outage(topology: str, kills: int) -> dict[str, Any]:
 
         signal.signal(signal.SIGALRM, strike)
         signal.setitimer(signal.ITIMER_REAL, undisturbed / 2)
-        longer.append(_generate(llm) - undisturbed)
+        longer = _generate(llm) - undisturbed
         incident = core.incidents[-1]
-        imports.append(max(core.collective_rpc("get_import_seconds")))
-        unavoidable = imports[-1] + incident.phases["load"]
-        machinery.append((incident.duration_s or 0.0) - unavoidable)
-    outages = [incident.duration_s or 0.0 for incident in core.incidents]
-    phases = {
-        name: round(statistics.median(incident.phases.get(name, 0.0) for incident in core.incidents), 3)
-        for name in core.incidents[-1].phases
-    }
+        # A standby has imported vLLM before.
+        imports = 0.0 if warm else max(core.collective_rpc("get_import_seconds"))
+        found.append(
+            {
+                "outage": incident.duration_s,
+                "import_vllm": imports,
+                "machinery": (incident.duration_s or 0.0) - imports - incident.phases["load"],
+                "requests_longer_by": longer,
+                "standbys": incident.standbys,
+                "phases": incident.phases,
+            }
+        )
     core.shutdown()
-    return {
-        "kills": kills,
-        "outage_p50_s": round(statistics.median(outages), 2),
-        "outage_max_s": round(max(outages), 2),
-        "outage_machinery_p50_s": round(statistics.median(machinery), 2),
-        "import_vllm_p50_s": round(statistics.median(imports), 2),
-        "requests_longer_by_p50_s": round(statistics.median(longer), 2),
-        "phases_p50_s": phases,
-    }
+    return found
 
 
 if __name__ == "__main__":

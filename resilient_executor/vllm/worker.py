@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 _BEGAN: Final = time.monotonic()
 
-from vllm.model_executor.model_loader.utils import get_model_architecture  # noqa: E402 - the import is timed
+import vllm.envs  # noqa: E402 - the import is timed
+from vllm.model_executor.model_loader.utils import get_model_architecture  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.plugins import load_general_plugins  # noqa: E402
 from vllm.sequence import IntermediateTensors  # noqa: E402
 from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: E402
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput  # noqa: E402
@@ -20,6 +22,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
 
 from resilient_executor.vllm import admission, checkpoint, cpu_generators, shared_memory, tracing  # noqa: E402
 from resilient_executor.vllm.messages import Handover, StageOutputs, Step  # noqa: E402
+from resilient_executor.vllm.rehearsal import rehearse  # noqa: E402
 
 if TYPE_CHECKING:
     from resilient_executor.protocol import RankAssignment
@@ -39,10 +42,13 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
 
     @staticmethod
     def preload(vllm_config: bytes) -> None:
-        """As a warm standby: import what this configuration needs, beside vLLM itself. Touches no device."""
+        """As a warm standby: do ahead what this configuration needs, beside vLLM's imports. Touches no device."""
         config = pickle.loads(vllm_config)
+        load_general_plugins()
         resolve_obj_by_qualname(config.parallel_config.worker_cls)
         get_model_architecture(config.model_config)
+        _override_kernels_once()
+        rehearse(config)
 
     def __init__(self, assignment: RankAssignment, *, vllm_config: bytes) -> None:
         began = time.monotonic()
@@ -80,6 +86,9 @@ class VllmWorker(WorkerWrapperBase):  # type: ignore[misc]  # vLLM is untyped he
         update = getattr(current_platform, "update_block_size_for_backend", None)
         if update is not None:
             update(self.vllm_config)
+        # As vLLM's own worker processes do here: every look at ``vllm.envs`` reads the environment otherwise.
+        if (cache := getattr(vllm.envs, "enable_envs_cache", None)) is not None:
+            cache()
 
     def model_files(self) -> tuple[str, dict[str, tuple[int, int]]]:
         """This worker's node, and the model's files on it: name -> (size, time of the last change in ns)."""
@@ -186,6 +195,17 @@ def _provide_intermediate_tensors(runner: Any) -> None:
     runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
+
+
+def _override_kernels_once() -> None:
+    """Have the platform replace its kernels now, which looks at every name in every module (0.3 s), and not again.
+
+    Whatever is imported later finds the replaced ones.
+    """
+    override = getattr(current_platform, "register_triton_kernel_overrides", None)
+    if override is not None:
+        override()
+        current_platform.register_triton_kernel_overrides = lambda: None
 
 
 _ABSENT = object()

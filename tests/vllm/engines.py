@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -42,9 +43,41 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+#: The executors under the engines of :func:`offline`, as long as they live.
+_CORES: list[Any] = []
+
+
 def workers(root: int | None = None) -> list[int]:
-    """Pids of the workers under a process, in order of creation."""
-    return actors("WorkerActor", root)
+    """Pids of the ranks under a process, in order of creation.
+
+    A warm standby looks like a rank from outside; those of this process's own engines are left out.
+    """
+    waiting = {pid for core in _CORES for pid in standbys(core)} if root is None else set()
+    return [pid for pid in actors("WorkerActor", root) if pid not in waiting]
+
+
+def standbys(core: Any) -> list[int]:
+    """Pids of an executor's warm standbys, those that are still being made included."""
+    import ray
+
+    handles = [standby.handle for standby in list(core._recovery.standbys._standbys)]
+    pids = [int(ray._private.state.actors(handle._actor_id.hex()).get("Pid", 0)) for handle in handles]
+    return [pid for pid in pids if pid]
+
+
+def await_standbys(core: Any, number: int, timeout_s: float = 120) -> None:
+    """Wait until so many standbys are ready, and none is being made."""
+    deadline = time.monotonic() + timeout_s
+    while core.standbys != {"ready": number, "preparing": 0}:
+        assert time.monotonic() < deadline, f"standbys: {core.standbys}"
+        time.sleep(0.1)
+
+
+def kill_standby(core: Any, index: int = 0) -> int:
+    """Kill one standby; returns its pid."""
+    pid = standbys(core)[index]
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def actors(name: str, root: int | None = None) -> list[int]:
@@ -130,9 +163,12 @@ def offline(settings: dict[str, Any] | None = None, **arguments: Any) -> Iterato
     if chosen["distributed_executor_backend"] is None:
         del chosen["distributed_executor_backend"], chosen["additional_config"]
     llm = LLM(**chosen)
+    core = getattr(llm.llm_engine.engine_core.engine_core.model_executor, "core", None)
+    _CORES.extend([core] if core is not None else [])
     try:
         yield llm
     finally:
+        _CORES.clear()  # one at a time
         llm.llm_engine.engine_core.shutdown()
         deadline = time.monotonic() + 15
         while left := [p for p in psutil.Process().children(recursive=True) if p.pid not in before and _lives(p)]:
@@ -185,6 +221,7 @@ class Server:
     ) -> None:
         self.port = _free_port()
         self.log = log
+        self.shared_before = set(os.listdir("/dev/shm"))
         extra = json.dumps({"resilient_executor": {**SETTINGS, **(settings or {})}})
         command = [
             sys.executable, str(Path(__file__).with_name("serve_main.py")), "serve", CHECKPOINT,
@@ -251,6 +288,19 @@ class Server:
                     os.killpg(self.process.pid, signal.SIGKILL)
         self._output.close()
         return time.monotonic() - began
+
+
+def ends_in_time_and_leaves_nothing(server: Server, number: int) -> None:
+    """Send a server a signal: it ends within 10 s, and so do all of its processes, with what they share in memory."""
+    tree = psutil.Process(server.process.pid).children(recursive=True)
+    took = server.stop(number)
+    assert took < 10, f"{took:.1f} s\n{server.tail()}"
+    psutil.wait_procs(tree, timeout=5)
+    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    # Others may be at work on this machine: ours are named after their processes.
+    pids = {str(process.pid) for process in tree}
+    left = set(os.listdir("/dev/shm")) - server.shared_before
+    assert not [name for name in left if pids & set(re.findall(r"\d+", name))]
 
 
 def _free_port() -> int:

@@ -1,6 +1,6 @@
 """Everything that a request may ask for, in one batch, with workers dying under it: each answer is the undisturbed one.
 
-One feature at a time, and with deaths at other moments: ``test_features.py``.
+One feature at a time, and with deaths at other moments: ``test_features.py``. With TP=2: ``test_standbys.py``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def requests() -> dict[str, tuple[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module", params=["tp2", "pp2"])
-def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Prefix caching, prompts longer than 64 tokens in chunks, and more sequences than run at once."""
-    sizes = {"tp2": {"tensor_parallel_size": 2}, "pp2": {"pipeline_parallel_size": 2}}[request.param]
-    with offline(**sizes, max_num_batched_tokens=64, enable_prefix_caching=True, max_num_seqs=12) as engine:
+#: Prefix caching, prompts longer than 64 tokens in chunks, and more sequences than run at once.
+ENGINE = {"max_num_batched_tokens": 64, "enable_prefix_caching": True, "max_num_seqs": 12}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with offline(pipeline_parallel_size=2, **ENGINE) as engine:
         yield engine
 
 
@@ -67,6 +69,10 @@ def numbers(output: Any) -> dict[tuple[Any, ...], float]:
 
 
 def test_everything_at_once(llm: Any) -> None:
+    everything_at_once(llm)
+
+
+def everything_at_once(llm: Any) -> None:
     wanted = requests()
     prompts, params = [prompt for prompt, _ in wanted.values()], [params for _, params in wanted.values()]
 

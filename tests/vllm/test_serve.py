@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 import pytest
-from engines import PROMPTS, Assassin, Server, actors, kill_one
+from engines import PROMPTS, Assassin, Server, actors, ends_in_time_and_leaves_nothing, kill_one
 
 KILLS = int(os.environ.get("KILLS", "5"))
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 30)))
@@ -107,3 +107,9 @@ def test_the_supervisor_may_die_too(server: Server) -> None:
         os.kill(pid, signal.SIGKILL)
     kill_one(server.process.pid)
     assert all_clients(server) == undisturbed
+
+
+def test_ctrl_c_ends_it_in_time_and_leaves_nothing(server: Server) -> None:
+    """Comes last: the server is over. At other moments: ``test_server_end.py``."""
+    all_clients(server)
+    ends_in_time_and_leaves_nothing(server, signal.SIGINT)
