@@ -63,7 +63,9 @@ class Traits:
         text: what happens, for people.
         needs: what it cannot be done without.
         felt: whether workers are replaced because of it: True, False, or None where it depends on the moment.
-        detect_s: an incident is open so many seconds after it at most, with the default settings on an idle machine.
+        detect_s: an incident is open so many seconds after it at most, with the settings of soaks (arenas.py). Twice
+            the longest that was measured (docs/chaos.md, "Bounds"), and at least 2 s; 4 s for what waits for a step, as
+            a soak may be idle for 2 s.
         expect: what the executor owes.
         role: whom it hits.
     """
@@ -80,30 +82,30 @@ _C, _P, _N = Needs.CLUSTER, Needs.PERMISSION, Needs.NETWORK
 
 TRAITS: Final[Mapping[Kind, Traits]] = {
     Kind.KILL: Traits("SIGKILL", _C, True, 2.0),
-    Kind.STOP: Traits("SIGSTOP, and SIGCONT after its duration", _C, None, 12.0),
-    Kind.ABORT: Traits("os.abort() in a step", _P, True, 5.0),
-    Kind.EXIT: Traits("its process exits with a code in a step", _P, True, 5.0),
-    Kind.OUT_OF_MEMORY: Traits("takes memory and is killed in a step", _P, True, 6.0),
-    Kind.HANG: Traits("a step waits in Python", _P, None, 75.0),
-    Kind.SPIN: Traits("a step spins in C and holds the interpreter's lock", _P, None, 75.0),
+    Kind.STOP: Traits("SIGSTOP, and SIGCONT after its duration", _C, None, 16.0),
+    Kind.ABORT: Traits("os.abort() in a step", _P, True, 4.0),
+    Kind.EXIT: Traits("its process exits with a code in a step", _P, True, 4.0),
+    Kind.OUT_OF_MEMORY: Traits("takes memory and is killed in a step", _P, True, 5.0),
+    Kind.HANG: Traits("a step waits in Python", _P, None, 42.0),
+    Kind.SPIN: Traits("a step spins in C and holds the interpreter's lock", _P, None, 42.0),
     Kind.SLOW: Traits("a few steps are slow", _P, False, 0.0),
-    Kind.RAISE: Traits("an exception in a step", _P, None, 15.0, Expect.FAILS),
-    Kind.RAISE_UNPICKLABLE: Traits("an exception that cannot be pickled", _P, None, 15.0, Expect.FAILS),
+    Kind.RAISE: Traits("an exception in a step", _P, None, 4.0, Expect.FAILS),
+    Kind.RAISE_UNPICKLABLE: Traits("an exception that cannot be pickled", _P, None, 4.0, Expect.FAILS),
     Kind.RAISE_IN_RPC: Traits("an exception in a collective RPC", _P, False, 0.0),
-    Kind.BREAK_GRAPH: Traits("the graph's loop in a worker ends", _P, True, 75.0),
-    Kind.DROP_HEARTBEATS: Traits("no answer to heartbeats for a while", _P, None, 20.0),
+    Kind.BREAK_GRAPH: Traits("the graph's loop in a worker ends", _P, True, 4.0),
+    Kind.DROP_HEARTBEATS: Traits("no answer to heartbeats for a while", _P, None, 15.0),
     Kind.LATE_HEARTBEATS: Traits("late answers to heartbeats", _P, False, 0.0),
     Kind.KILL_SUPERVISOR: Traits("SIGKILL for the supervisor", _C, False, 0.0, role="supervisor"),
     Kind.STOP_SUPERVISOR: Traits("SIGSTOP for the supervisor", _C, False, 0.0, role="supervisor"),
     Kind.KILL_AGENT: Traits("SIGKILL for a node's agent", _C, False, 0.0, role="agent"),
     Kind.KILL_STANDBY: Traits("SIGKILL for a warm standby", _C, False, 0.0, role="standby"),
-    Kind.REMOVE_PLACEMENT_GROUP: Traits("somebody removes the placement group", _C, True, 5.0, role="placement group"),
-    Kind.KILL_RAYLET: Traits("SIGKILL for a node's raylet", _C, True, 15.0, role="node"),
-    Kind.KILL_NODE: Traits("SIGKILL for everything on a node", _C, True, 15.0, role="node"),
-    Kind.STOP_NODE: Traits("SIGSTOP for everything on a node", _C, True, 15.0, role="node"),
-    Kind.PULL_CABLE: Traits("a node's cable is pulled", _N, True, 15.0, role="node"),
-    Kind.CUT_PAIR: Traits("two nodes cannot reach each other", _N, True, 20.0, role="node"),
-    Kind.SLOW_LINK: Traits("a node's link is slow, the head's where none is named", _N, None, 20.0, role="node"),
+    Kind.REMOVE_PLACEMENT_GROUP: Traits("somebody removes the placement group", _C, True, 2.0, role="placement group"),
+    Kind.KILL_RAYLET: Traits("SIGKILL for a node's raylet", _C, True, 4.0, role="node"),
+    Kind.KILL_NODE: Traits("SIGKILL for everything on a node", _C, True, 4.0, role="node"),
+    Kind.STOP_NODE: Traits("SIGSTOP for everything on a node", _C, True, 21.0, role="node"),
+    Kind.PULL_CABLE: Traits("a node's cable is pulled", _N, True, 21.0, role="node"),
+    Kind.CUT_PAIR: Traits("two nodes cannot reach each other", _N, True, 15.0, role="node"),
+    Kind.SLOW_LINK: Traits("a node's link is slow, the head's where none is named", _N, None, 21.0, role="node"),
 }  # fmt: skip
 
 

@@ -89,6 +89,16 @@ def test_a_signal_goes_to_the_process_that_is_meant_and_to_no_later_one_of_its_p
     assert not hands.send(child.pid, ticks, signal.SIGKILL)
 
 
+def test_what_is_frozen_for_a_while_is_let_go_on_by_whoever_froze_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        ticks = hands.start_ticks(child.pid)
+        assert ticks is not None
+        assert hands.Hand().freeze([(child.pid, ticks)], 0.5) == [child.pid]
+        assert os.waitpid(child.pid, os.WUNTRACED)[1] == signal.SIGSTOP << 8 | 0x7F
+        assert os.WIFCONTINUED(os.waitpid(child.pid, os.WCONTINUED)[1])
+        child.kill()
+
+
 def test_durations_and_usage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [cli.seconds(text) for text in ("20", "20s", "10m", "500ms")] == [20.0, 20.0, 600.0, 0.5]
     with pytest.raises(SystemExit) as exit_info:
