@@ -30,7 +30,7 @@ from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor import links
 from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.incidents import CauseKind
-from resilient_executor.supervisor.pulse import Pulse, pause_s
+from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.reports import ask_agents, collect
 from resilient_executor.supervisor.stalls import StallReport
 from resilient_executor.supervisor.status import News
@@ -203,7 +203,7 @@ class SupervisorActor:
             except Exception as error:  # noqa: BLE001 - StaleEpoch and the like: alive, but not of this group
                 self._find(epoch, CauseKind.RPC_ERROR, member.rank, _brief(error))
                 return
-            await asyncio.sleep(pause_s(self._interval_s, began, time.monotonic(), member.rank, len(self._members)))
+            await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
 
     async def _renew(self, epoch: int, processes: Sequence[ProcessIdentity], agent: ActorHandle) -> None:
         """Keep a node's agent from ending its workers."""

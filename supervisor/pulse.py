@@ -9,23 +9,6 @@ from typing import Final
 _KEPT: Final = 64
 
 
-#: Workers whose heartbeats go out together.
-_TOGETHER: Final = 32
-
-
-def pause_s(interval_s: float, began: float, now: float, rank: int, world_size: int) -> float:
-    """How long to wait for a worker's next heartbeat, in seconds, after one that began at ``began``.
-
-    Heartbeats of up to 32 workers keep step: what wakes the threads of Ray for one does it for all of them. More take
-    turns. One that was answered late is followed by the next at once, out of step, since leases hang on it.
-    """
-    took_s = now - began
-    if took_s > interval_s / 2:
-        return max(0.0, interval_s - took_s)
-    groups = -(-world_size // _TOGETHER)
-    return (rank // _TOGETHER % groups / groups * interval_s - now) % interval_s
-
-
 class Pulse:
     """Round trips and silence of each worker of one epoch."""
 
