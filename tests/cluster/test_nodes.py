@@ -226,7 +226,7 @@ def test_a_rebuild_waits_for_a_node_and_says_so(repaired: Commander) -> None:
 
 def test_the_chaos_kit_hits_nodes_and_cables_from_inside(repaired: Commander) -> None:
     cluster, expected = repaired.cluster, repaired.oracle(40, seed=5)
-    for fault in ("kill_node", "pull_cable", "cut_pair"):
+    for fault in ("kill_node", "pull_cable"):
         command = [sys.executable, "-m", "resilient_executor.chaos.cli", fault, "--address", cluster.address]
         kit = cluster.popen(0, [*command, "--within", "100s"], stdout=subprocess.PIPE, text=True)
         said, _ = kit.communicate(timeout=200)
@@ -238,10 +238,10 @@ def test_the_chaos_kit_hits_nodes_and_cables_from_inside(repaired: Commander) ->
         repaired.tell("go 40 5")
         done = repaired.wait("done", 60)
         assert done["tokens"] == expected
-        assert len(hit) == (2 if fault == "cut_pair" else 1), said
+        assert len(hit) == 1, said
         assert not hit <= set(done["nodes"]), said
         if fault == "kill_node":
-            [node] = [repaired.node_of(address) for address in hit]
+            node = repaired.node_of(hit.pop())
             assert cluster.pids(node) == []
             cluster.restart(node)
         fallen(cluster)
