@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from resilient_executor import semaphores
+
 #: Health checks of Ray's head that notice a dead node in 1.4 s and a silent one in 3 to 4.5 s (docs/operations.md).
 TUNED: Final[Mapping[str, str]] = {
     "RAY_health_check_initial_delay_ms": "500",
@@ -202,9 +204,7 @@ class NetnsCluster:
     def down(self) -> None:
         """Kill and remove everything of this prefix, whoever made it. Twice is fine."""
         for name in self._namespaces():
-            deadline = time.monotonic() + _COMMAND_S
-            while _signal(_pids(name), signal.SIGKILL) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            _end(name)
             with contextlib.suppress(ClusterError):
                 _ip("netns", "del", name)
             shutil.rmtree(_SETTINGS / name, ignore_errors=True)
@@ -229,9 +229,7 @@ class NetnsCluster:
 
     def kill(self, node: int) -> None:
         """SIGKILL every process of a node, as when its power is cut. The address stays."""
-        deadline = time.monotonic() + _COMMAND_S
-        while _signal(_pids(self._namespace(node)), signal.SIGKILL) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        _end(self._namespace(node))
 
     def restart(self, node: int) -> None:
         """Bring a node back as a new one: whatever still runs there is killed, links are healed, Ray is started.
@@ -341,6 +339,17 @@ def _pids(namespace: str) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", namespace).split()]
     except ClusterError:  # it has gone meanwhile
         return []
+
+
+def _end(namespace: str) -> None:
+    """Kill everything in a namespace, and remove what a killed raylet leaves in the machine's shared memory."""
+    deadline, ended = time.monotonic() + _COMMAND_S, set[int]()
+    while (pids := _pids(namespace)) and time.monotonic() < deadline:
+        ended.update(pids)
+        _signal(pids, signal.SIGKILL)
+        time.sleep(0.01)
+    for pid in ended:
+        semaphores.remove_all(pid)
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> bool:
