@@ -58,7 +58,8 @@ def _let_the_engine_clean_up() -> None:
 
     Without a ``shutdown_timeout`` vLLM's server sends both at once, and what lies in shared memory stays there. The
     wait ends with the process, after about two seconds. And when the engine has failed, vLLM's server ends in good
-    order, with exit code 0, and whoever restarts what has failed would not restart it.
+    order, with exit code 0, and whoever restarts what has failed would not restart it. An engine that fails says so
+    before it cleans up, so it may be alive when the server ends it, or have ended.
     """
     from vllm.v1.engine import utils
 
@@ -66,14 +67,18 @@ def _let_the_engine_clean_up() -> None:
         return
     shutdown = utils.shutdown
     failed: list[bool] = []
+    alive: list[bool] = []
+    said_so: list[bool] = []
 
     @functools.wraps(shutdown)
     def shutdown_in_time(procs: Any, timeout: float | None = None) -> None:
-        failed.extend(True for process in procs if process.exitcode)  # before anybody has told it to end
+        # Before anybody has told it to end. One that has ended well was told by the terminal's Ctrl-C.
+        failed.extend(True for process in procs if process.exitcode)
+        alive.extend(True for process in procs if process.exitcode is None)
         shutdown(procs, timeout=timeout or _CLEAN_UP_S)
 
     def exit_as_it_did() -> None:
-        if failed:  # the server has closed everything; what is left is to say so
+        if failed or (alive and said_so):  # the server has closed everything; what is left is to say so
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -83,3 +88,19 @@ def _let_the_engine_clean_up() -> None:
     utils.shutdown = shutdown_in_time
     if "vllm.entrypoints.cli.serve" in sys.modules:  # elsewhere the exit code is not ours to choose
         atexit.register(exit_as_it_did)
+        _note_death_notices(said_so)
+
+
+def _note_death_notices(said_so: list[bool]) -> None:
+    """See, when the server lets its engine go, whether the engine has said that it is dead."""
+    from vllm.v1.engine.core_client import BackgroundResources
+
+    let_go = BackgroundResources.__call__
+
+    @functools.wraps(let_go)
+    def let_go_and_note(self: Any) -> None:
+        if self.engine_dead:
+            said_so.append(True)
+        let_go(self)
+
+    BackgroundResources.__call__ = let_go_and_note
