@@ -31,8 +31,12 @@ LIMITS: dict[str, Any] = {} if LONG else {"heartbeat_timeout_s": 3.0, "step_dead
 
 @pytest.fixture
 def busy_machine() -> Iterator[None]:
-    """Every core has something else to do, at a higher priority than Ray gives to its workers."""
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    """Every core has something else to do, at a higher priority than Ray gives to its workers (15).
+
+    At an ordinary one (0) workers get a thirtieth of a core, and two minutes for their imports.
+    """
+    hog = "import os; os.nice(10)\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(os.cpu_count() or 1)]
     yield
     for hog in hogs:
         hog.kill()
