@@ -35,8 +35,8 @@ def busy_machine() -> Iterator[None]:
 
     At an ordinary one (0) workers get a thirtieth of a core, and two minutes for their imports.
     """
-    hog = "import os; os.nice(10)\nwhile True: pass"
-    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(os.cpu_count() or 1)]
+    busy = "import os; os.nice(10)\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(os.cpu_count() or 1)]
     yield
     for hog in hogs:
         hog.kill()
