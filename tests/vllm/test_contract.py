@@ -151,6 +151,14 @@ def test_what_a_standby_does_ahead() -> None:
         assert re.search(r"@torch\.compile\(.*\)\n" + re.escape(function), text(path)), path
 
 
+def test_how_a_server_lets_its_engine_go() -> None:
+    """By it a failed engine is known, and the server ends with 1 (plugin.py)."""
+    assert "engine_dead" in fields("v1/engine/core_client.py", "BackgroundResources")
+    assert parameters("v1/engine/core_client.py", "BackgroundResources", "__call__") == set()
+    assert re.search(r"from vllm\.v1\.utils import .*\bshutdown\b", text("v1/engine/utils.py"))
+    assert re.search(r"\bshutdown\(self\.processes", text("v1/engine/utils.py"))
+
+
 def test_the_messages() -> None:
     outputs, steps = "v1/outputs.py", "v1/core/sched/output.py"
     assert {"req_ids", "req_id_to_index", "sampled_token_ids", "kv_connector_output"} <= fields(
