@@ -43,7 +43,7 @@ demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_
 	$(BIN)/resilient-executor demo $(DEMO_ARGS)
 
 test: lint  ## Lint, then run all tests (PYTEST_ARGS=...)
-	$(BIN)/pytest --ignore=tests/chaos $(PYTEST_ARGS)
+	$(BIN)/pytest $(PYTEST_ARGS)
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 
 test-cluster: venv  ## Real nodes in network namespaces, killed, frozen, cut; needs root (ROUNDS=10 SEED=... SLACK=1)

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import ray
+
 from resilient_executor import Event, ExecutorState
 from resilient_executor.chaos import arenas, holdings
 from resilient_executor.chaos.checker import Verdict, check
@@ -174,7 +176,11 @@ class Pulse(threading.Thread):
 
 
 class Soak:
-    """One run. ``run`` serves in the calling thread until the faults are done, the time is over, or Ctrl-C."""
+    """One run. ``run`` serves in the calling thread until the faults are done, the time is over, or Ctrl-C.
+
+    Raises:
+        ChaosError: this process is connected to Ray already: its semaphores, ports and processes are another's.
+    """
 
     def __init__(
         self,
@@ -187,6 +193,8 @@ class Soak:
         kinds: Mapping[Kind, int] = MIXTURE,
         command: str = "",
     ) -> None:
+        if ray.is_initialized():
+            raise ChaosError("a soak starts its own Ray; this process is connected to one: call ray.shutdown() first")
         self._engine, self._seed, self._minutes, self._faults = engine, seed, minutes, faults
         self._kinds = kinds
         self._recorder = Recorder(history)

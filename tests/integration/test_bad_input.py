@@ -17,6 +17,8 @@ from probe_worker import ProbeWorker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from resilient_executor import ConfigError, ExecutorConfig, PlacementError, ResilientExecutor, StartupError, WorkerSpec
+from resilient_executor.chaos.soak import Soak
+from resilient_executor.chaos.targets import ChaosError
 
 pytestmark = pytest.mark.usefixtures("leak_check")
 
@@ -218,3 +220,9 @@ def test_another_address_than_the_one_this_process_is_connected_to(ray_cluster: 
     """It would be served by a cluster that it did not ask for."""
     refused(ConfigError, "address 127.0.0.1:9", address="127.0.0.1:9")
     assert ray.is_initialized()
+
+
+def test_a_soak_needs_a_process_without_ray(ray_cluster: str, tmp_path: Path) -> None:
+    """It judges what its whole process leaves; in another's cluster it found nobody to strike, for three minutes."""
+    with pytest.raises(ChaosError, match=r"ray\.shutdown"):
+        Soak(engine="reference", seed=1, minutes=0.1, faults=1, history=tmp_path / "history.jsonl")
