@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from resilient_executor import semaphores
 from resilient_executor.chaos.hands import descendants, start_ticks
 
 _LISTEN: Final = "0A"
@@ -69,16 +70,8 @@ def told_in_full(name: str) -> str:
         found = os.stat(f"/dev/shm/{name}")
     except OSError:
         return f"{name} (gone meanwhile)"
-    by = [pid for pid in os.listdir("/proc") if pid.isdecimal() and _maps(pid, found.st_ino)]
-    return f"{name} (made {time.time() - found.st_mtime:.1f} s ago, mapped by {', '.join(by) or 'nobody'})"
-
-
-def _maps(pid: str, inode: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    return any("/dev/shm/sem." in line and int(line.split(None, 5)[4]) == inode for line in lines)
+    by = ", ".join(map(str, semaphores.mapped_by(found.st_ino)))
+    return f"{name} (made {time.time() - found.st_mtime:.1f} s ago, mapped by {by or 'nobody'})"
 
 
 _SEMAPHORE: Final = re.compile(r"sem\.(?:hdr|obj)(\d+)-(\d+)")

@@ -203,9 +203,8 @@ class StepPipeline:
                 self._judge.graph_broken(self.epoch, _describe(error))
                 raise StepLost(self.epoch, step_id, self.incident) from error
             self._inflight.append(step)
-            if (
-                future is not None
-            ):  # not before: whoever asks it reads until its step has ended, and that one never would
+            if future is not None:
+                # Not before: whoever asks it reads until its step has ended, and one that was refused never would.
                 future.attach(self, step)
             if trace is not None:
                 trace.sent(self.epoch)

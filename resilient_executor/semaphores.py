@@ -45,16 +45,26 @@ def _mapped_inodes() -> set[int]:
     Some processes cannot be looked into, the first one of a container for instance. Either they are of another user,
     and cannot open these semaphores, or they hold more rights than Ray's own processes, and are none of them.
     """
-    inodes: set[int] = set()
+    return {inode for inodes in _maps().values() for inode in inodes}
+
+
+def mapped_by(inode: int) -> list[int]:
+    """Processes of this machine that map the semaphore with this inode."""
+    return sorted(pid for pid, inodes in _maps().items() if inode in inodes)
+
+
+def _maps() -> dict[int, set[int]]:
+    """Process -> inodes of the semaphores that it maps."""
+    found: dict[int, set[int]] = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         try:
             with open(f"/proc/{entry.name}/maps", encoding="utf-8", errors="replace") as maps:
-                inodes.update(int(line.split(None, 5)[4]) for line in maps if "/dev/shm/sem." in line)
+                found[int(entry.name)] = {int(line.split(None, 5)[4]) for line in maps if "/dev/shm/sem." in line}
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue
-    return inodes
+    return found
 
 
 def _unlink(path: Path) -> int:

@@ -1,7 +1,6 @@
 """Measures this executor against vLLM's own, and what a kill costs: ``make bench-vllm``.
 
-Throughput is measured in turns, an engine of one kind after one of the other, several times: both kinds meet the same
-machine. Two engines are never up at once, because idle workers of either kind keep their cores busy.
+Throughput is measured in turns: see :mod:`resilient_executor.vllm.bench_throughput`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from resilient_executor.vllm.bench_throughput import Contestant, compare, serve
 
 _MACHINE: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -38,16 +39,18 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind for each topology")
+    parser.add_argument("--pairs", type=int, default=20, help="measurements of each engine for each topology")
     parser.add_argument("--kills", type=int, default=3, help="deaths for the outage, in each engine that is measured")
     parser.add_argument("--topologies", default="tp1,tp2,pp2")
+    parser.add_argument("--only", choices=("throughput", "outages"), help="one part only")
     parser.add_argument("--child", choices=("throughput", "outage"), help=argparse.SUPPRESS)
     parser.add_argument("--executor", default="ours", help=argparse.SUPPRESS)
     parser.add_argument("--topology", default="tp1", help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child == "throughput":
-        _report(_throughput(options.executor, options.topology))
+        llm = _engine(options.executor, options.topology)
+        serve(lambda tokens: _generate(llm, tokens), _REQUESTS, _TOKENS)
     elif options.child == "outage":
         _report(_outage(options.topology, options.kills, options.warm))
     else:
@@ -60,28 +63,29 @@ def main() -> None:
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"unit": "tokens/s, s", "requests": _REQUESTS, "tokens_per_request": _TOKENS}
-    for topology in options.topologies.split(","):
-        rates: dict[str, list[float]] = {"stock": [], "ours": []}
-        failed = ""
-        for round_number in range(options.rounds):
-            for executor in ("stock", "ours") if round_number % 2 == 0 else ("ours", "stock"):
-                rate, error = _child("throughput", executor, topology)
-                failed = failed or error
-                if rate is not None:
-                    rates[executor].append(rate)
-        for executor, measured in rates.items():
-            results[f"throughput_{executor}_{topology}"] = round(statistics.median(measured), 1) if measured else None
-        both = all(rates.values())
-        results[f"throughput_ratio_{topology}"] = (
-            round(statistics.median(rates["ours"]) / statistics.median(rates["stock"]), 3) if both else None
-        )
-        if failed:
-            results[f"throughput_error_{topology}"] = failed
-        print(f"{topology}: {rates} {failed}", file=sys.stderr, flush=True)
+    topologies = options.topologies.split(",")
+    for topology in topologies if options.only != "outages" else ():
+        compared = _measure_throughput(topology, options.pairs)
+        print(f"{topology}: {compared}", file=sys.stderr, flush=True)
+        results |= compared
     for topology, kinds in _OUTAGES.items():
-        if topology in options.topologies.split(","):
+        if topology in topologies and options.only != "throughput":
             results |= _measure_outages(topology, kinds, options.kills)
     return results
+
+
+def _measure_throughput(topology: str, pairs: int) -> dict[str, Any]:
+    """Both executors, in turns."""
+    env = {**os.environ, **_MACHINE}
+    contestants = {}
+    try:
+        for executor in ("stock", "ours"):
+            command = _command("throughput", executor, topology)
+            contestants[executor] = Contestant(command, env, spins=executor == "stock")
+        return compare(contestants["stock"], contestants["ours"], pairs, topology)
+    finally:
+        for contestant in contestants.values():
+            contestant.close()
 
 
 def _measure_outages(topology: str, kinds: Sequence[str], kills: int) -> dict[str, Any]:
@@ -128,9 +132,13 @@ def _summary(outages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _command(kind: str, executor: str, topology: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", _MODULE, "--child", kind, "--executor", executor, "--topology", topology, *more]
+
+
 def _child(kind: str, executor: str, topology: str, *more: str) -> tuple[Any, str]:
     """Run one engine in a process of its own; returns its result, or why there is none."""
-    command = [sys.executable, "-m", _MODULE, "--child", kind, "--executor", executor, "--topology", topology, *more]
+    command = _command(kind, executor, topology, *more)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **_MACHINE})
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
@@ -173,12 +181,6 @@ def _generate(llm: Any, tokens: int = _TOKENS) -> float:
     began = time.monotonic()
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
     return time.monotonic() - began
-
-
-def _throughput(executor: str, topology: str) -> float:
-    llm = _engine(executor, topology)
-    _generate(llm)
-    return max(_REQUESTS * _TOKENS / _generate(llm) for _ in range(5))
 
 
 def _outage(topology: str, kills: int, warm: bool) -> list[dict[str, Any]]:
