@@ -20,8 +20,9 @@ from typing import Any, Final
 
 import ray
 
+from resilient_executor.heart import Beat
 from resilient_executor.protocol import Progress
-from resilient_executor.worker import HEARTBEAT, WorkerActor
+from resilient_executor.worker import WorkerActor
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,8 @@ class GraphBroken(BaseException):
 class ChaosWorkerActor(WorkerActor):
     """A worker that can be told to misbehave."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._late_s, self._disturbed_until = 0.0, 0.0
+    _late_s = 0.0
+    _disturbed_until = 0.0
 
     @ray.method(concurrency_group="supervision")  # type: ignore[untyped-decorator]  # Ray has no types
     def inject(self, epoch: int, order: Mapping[str, Any]) -> int:
@@ -129,14 +129,12 @@ class ChaosWorkerActor(WorkerActor):
             self._worker = Disturbed(self, self._worker, injection)
         return os.getpid()
 
-    @ray.method(**HEARTBEAT)  # type: ignore[untyped-decorator]  # Ray has no types
-    def heartbeat(self, epoch: int, grantor: str = "") -> Progress:
+    def answer(self, beat: Beat) -> Progress:
         """As in ``WorkerActor``; late where that was ordered."""
         remaining = self._disturbed_until - time.monotonic()
         if remaining > 0:
             time.sleep(min(self._late_s, remaining))
-        answer: Progress = WorkerActor.heartbeat(self, epoch, grantor)
-        return answer
+        return super().answer(beat)
 
 
 class Disturbed:

@@ -4,14 +4,18 @@ A worker that has been given up must not come back: its late message can abort t
 its lease before it writes, and waits when it has run out; when nobody renews it then, the worker ends itself.
 
 A heartbeat that arrives proves nothing about the present: it may have waited in a stopped process for an hour. What it
-does prove is that whoever sent it had received the *answer before*. So a lease is counted from the worker's own last
-answer that is known to have arrived, by the worker's own clock, and ends before the sender can have counted as much
-silence: no clocks are compared.
+can prove is that whoever sent it had received an *answer before*; it says which. So a lease is counted from the
+worker's own last answer that is known to have arrived, by the worker's own clock, and ends before the sender can have
+counted as much silence: no clocks are compared.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Final
+
+#: Answers that are remembered for each grantor: one that is proven has been given a beat or two before.
+_REMEMBERED: Final = 16
 
 
 class Lease:
@@ -26,19 +30,20 @@ class Lease:
     def __init__(self, duration_s: float, grace_s: float, now: float) -> None:
         self.duration_s, self.grace_s = duration_s, grace_s
         self._until = math.inf
-        self._answered: dict[str, float] = {}
+        self._answered: dict[tuple[str, int], float] = {}
         self._last_pass = now
         self._lapsed_s = 0.0
 
-    def beat(self, grantor: str) -> None:
-        """A heartbeat of ``grantor`` has arrived; each sends the next one only when it has the answer to the last."""
-        if (answered := self._answered.get(grantor)) is not None:
+    def beat(self, grantor: str, heard: int) -> None:
+        """A heartbeat of ``grantor`` has arrived, who has the answer to its beat number ``heard``; 0 for none."""
+        if (answered := self._answered.get((grantor, heard))) is not None:
             until = answered + self.duration_s
             self._until = until if self._until == math.inf else max(self._until, until)
 
-    def answered(self, grantor: str, now: float) -> None:
-        """The heartbeat of ``grantor`` is being answered."""
-        self._answered[grantor] = now
+    def answered(self, grantor: str, number: int, now: float) -> None:
+        """The heartbeat ``number`` of ``grantor``, counted from 1, is being answered."""
+        self._answered[grantor, number] = now
+        self._answered.pop((grantor, number - _REMEMBERED), None)
 
     def valid(self, now: float) -> bool:
         """Whether the worker may write at ``now``."""

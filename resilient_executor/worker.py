@@ -23,6 +23,7 @@ from ray.dag import DAGContext
 from resilient_executor import doorbell, environment, measurements, processes, protocol, ray_guard, stacks
 from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import StateError
+from resilient_executor.heart import Beat, Heart
 from resilient_executor.lease import Lease
 from resilient_executor.protocol import (
     LEASE_EXIT_CODE,
@@ -92,6 +93,7 @@ class WorkerActor:
         #: Of the bundle whose rank it has taken; None where Ray gave this actor its devices.
         self._device_ids: tuple[str, ...] | None = None
         threading.Thread(target=self._keep_lease, name="resilient-executor-lease", daemon=True).start()
+        self._heart = Heart(self.answer)
 
     # -- coming up --------------------------------------------------------------------------------------------------
 
@@ -337,22 +339,26 @@ class WorkerActor:
     # -- supervision ------------------------------------------------------------------------------------------------
 
     @ray.method(**HEARTBEAT)  # type: ignore[untyped-decorator]  # Ray has no types
-    def heartbeat(self, epoch: int, grantor: str = "") -> Progress:
+    def heartbeat(self, epoch: int, grantor: str = "", number: int = 0, heard: int = 0) -> Progress:
+        """Answer a heartbeat that comes through Ray; see :meth:`answer`."""
+        return self.answer(Beat(epoch, grantor, number, heard))
+
+    def answer(self, beat: Beat) -> Progress:
         """Answer a heartbeat.
 
         Args:
-            epoch: the generation that the caller takes this worker for.
-            grantor: who renews the lease by it, under a name of its own; "" for one who only asks.
+            beat: its grantor renews the lease by it, under a name of its own; "" for one who only asks.
 
         Raises:
             StaleEpoch: this worker is of another generation.
         """
+        epoch, grantor = beat.epoch, beat.grantor
         if self._epoch not in (0, epoch):
             raise StaleEpoch(f"rank {self._rank} is of epoch {self._epoch}, not {epoch}")
         now, slowest = time.monotonic(), self._slowest_step_s
         if grantor:
-            self._lease.beat(grantor)
-            self._lease.answered(grantor, now)
+            self._lease.beat(grantor, beat.heard)
+            self._lease.answered(grantor, beat.number, now)
             self._slowest_step_s = 0.0
         step, began = self._step_in_hand, self._step_began
         return Progress(

@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient_executor import ExecutorConfig, ResilientExecutor, WorkerSpec, doorbell, measurements, protocol, ranks
+from resilient_executor.heart import Answer, Beat
 from resilient_executor.processes import identify
 from resilient_executor.protocol import Phase, ProcessIdentity, Progress, RpcEnvelope, WorkerInfo
 from resilient_executor.reference.bench import config_for
@@ -134,9 +135,29 @@ class Hive:
         """This process."""
         return identify(os.getpid(), ray.get_runtime_context().get_node_id())
 
-    async def heartbeat(self, rank: int, epoch: int, grantor: str = "") -> Progress:
+    async def heartbeat(self, rank: int, epoch: int, grantor: str = "", number: int = 0, heard: int = 0) -> Progress:
         """As a worker between two steps."""
         return progress_of(rank, epoch)
+
+    async def beat(
+        self, beats: Mapping[ProcessIdentity, Beat], wait_s: float, *_: object
+    ) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        """As the agent of a node, for workers whose pid is their rank."""
+        answers = {p: Answer(beat.number, progress_of(p.pid, beat.epoch)) for p, beat in beats.items()}
+        return 0.0, answers
+
+    async def exits(self, processes: Sequence[ProcessIdentity], known: int, timeout_s: float) -> list[object]:
+        """As an agent's: nobody ends."""
+        await asyncio.sleep(timeout_s)
+        return []
+
+    async def door(self) -> tuple[str, int]:
+        """As an agent's."""
+        return "127.0.0.1", 1
+
+    async def silent(self, peers: object) -> list[str]:
+        """As an agent's: all answer."""
+        return []
 
     async def sentinel(self, rank: int) -> None:
         """Never returns."""
@@ -168,15 +189,22 @@ def simulated(size: int, seconds: float) -> dict[str, float]:
     """The supervisor's processor time and its heartbeats' round trips; and a call to all workers."""
     make = {"num_cpus": 0, "max_concurrency": 10_000}
     hives = [ray.remote(**make)(Hive).remote() for _ in range(_HIVES)]
-    processes = ray.get([hive.who.remote() for hive in hives], timeout=120)
+    here = ray.get(hives[0].who.remote(), timeout=120).node_id
+    nodes = [here, *(f"node-{number:04}" for number in range(1, math.ceil(size / _NODE)))]
+    agents = {node: hives[number % _HIVES] for number, node in enumerate(nodes)}
     supervisor = ray.remote(**make)(SupervisorActor).remote(WatchSettings.from_config(config_of(size)))
     members = [
-        Member(rank, SimulatedHandle(hives[rank % _HIVES], rank), processes[rank % _HIVES], "127.0.0.1")
+        Member(
+            rank,
+            SimulatedHandle(hives[rank % _HIVES], rank),
+            ProcessIdentity(rank, 1, nodes[rank // _NODE]),
+            "127.0.0.1",
+        )
         for rank in range(size)
     ]
     try:
         began = time.monotonic()
-        own = psutil.Process(ray.get(supervisor.adopt.remote(1, members, {}), timeout=120).pid)
+        own = psutil.Process(ray.get(supervisor.adopt.remote(1, members, agents), timeout=120).pid)
         adopt_s = time.monotonic() - began
         time.sleep(2.0)
         ray.get(supervisor.pulse.remote(), timeout=60)
@@ -240,7 +268,8 @@ def real(size: int) -> dict[str, float]:
 
         supervision = executor._supervision
         assert supervision is not None
-        supervisor = supervision.actor_processes()[0]
+        supervisor, agent = supervision.actor_processes()
+        node_agent = psutil.Process(ray.get(agent.identity.remote(), timeout=60).pid)
         watcher = psutil.Process(ray.get(supervisor.roster.remote(), timeout=60)["supervisor"].pid)
         workers = [psutil.Process(worker.process.pid) for worker in executor.workers]
         result = {
@@ -250,7 +279,7 @@ def real(size: int) -> dict[str, float]:
             "rpc_ms": milliseconds(lambda: executor.collective_rpc("nothing"), 2.0),
         }
         time.sleep(2.0)
-        before = {process: sum(process.cpu_times()[:2]) for process in (watcher, *workers)}
+        before = {process: sum(process.cpu_times()[:2]) for process in (watcher, node_agent, *workers)}
         at = time.monotonic()
         time.sleep(10.0)
         took = time.monotonic() - at
@@ -258,6 +287,7 @@ def real(size: int) -> dict[str, float]:
         return {
             **result,
             "supervisor_core_percent": 100 * used[watcher] / took,
+            "agent_core_percent": 100 * used[node_agent] / took,
             "worker_core_percent": 100 * statistics.mean(used[process] for process in workers) / took,
             "worker_rss_mb": statistics.mean(process.memory_info().rss for process in workers) / 1e6,
             "driver_rss_mb": psutil.Process().memory_info().rss / 1e6,

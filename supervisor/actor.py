@@ -29,6 +29,7 @@ from resilient_executor.processes import identify, take_ordinary_priority
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor import links
 from resilient_executor.supervisor.endpoint import Endpoint
+from resilient_executor.supervisor.heartbeats import Heartbeats, brief
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.reports import ask_agents, collect
@@ -136,15 +137,24 @@ class SupervisorActor:
         self._agents, self._findings, self._pulse = agents, [], Pulse()
         processes = [(member.process, member.node_ip) for member in members]
         watch = self._watch = Watch(epoch, processes, self._settings, self._deadline, time.monotonic())
+        beats = Heartbeats(
+            watch,
+            self._pulse,
+            self._settings,
+            self._grantor,
+            lambda rank, text: self._find(epoch, CauseKind.RPC_ERROR, rank, text),
+            self._spawn,
+        )
         self._spawn(self._detect(epoch, watch))
         for member in members:
             self._spawn(self._sentinel(epoch, member))
-            self._spawn(self._heartbeat(epoch, member, watch))
+            if member.process.node_id not in agents:
+                self._spawn(beats.of_worker(member, 0, 0))
         for node_id, agent in agents.items():
             local = [member for member in members if member.process.node_id == node_id]
             if local:
                 self._spawn(self._exits(epoch, local, agent))
-                self._spawn(self._renew(epoch, [member.process for member in local], agent))
+                self._spawn(beats.of_node(local, agent))
         if any(member.process.node_id != process.node_id for member in members):
             self._spawn(self._links(epoch, process.node_id))
         return process
@@ -185,34 +195,6 @@ class SupervisorActor:
             await member.handle.sentinel.remote()
         except Exception as error:  # noqa: BLE001 - whatever ends this call ends the worker
             self._find(epoch, *death_notice(error, member.rank))
-
-    async def _heartbeat(self, epoch: int, member: Member, watch: Watch) -> None:
-        """One heartbeat after the other: while an answer is awaited, the silence grows, and nothing piles up.
-
-        The worker's lease relies on it, too: that one comes proves to it that its last answer has arrived.
-        """
-        while epoch == self._epoch:
-            began = time.monotonic()
-            try:
-                progress = await member.handle.heartbeat.remote(epoch, self._grantor)
-                now = time.monotonic()
-                watch.heard(progress, now, now - began)
-                self._pulse.heard(member.rank, now, now - began)
-            except RayActorError:
-                pass  # the sentinel says the same, and says why
-            except Exception as error:  # noqa: BLE001 - StaleEpoch and the like: alive, but not of this group
-                self._find(epoch, CauseKind.RPC_ERROR, member.rank, _brief(error))
-                return
-            await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
-
-    async def _renew(self, epoch: int, processes: Sequence[ProcessIdentity], agent: ActorHandle) -> None:
-        """Keep a node's agent from ending its workers."""
-        while epoch == self._epoch:
-            try:
-                await agent.renew.remote(processes, self._settings.lease_s, self._settings.lease_grace_s)
-            except RayActorError:
-                return
-            await asyncio.sleep(self._settings.lease_s / 3)
 
     async def _links(self, epoch: int, here: str) -> None:
         """Look whether all nodes of the epoch see each other, and this one sees them."""
@@ -368,7 +350,7 @@ class SupervisorActor:
         except RayActorError as error:
             result.dead[member.rank] = death_notice(error, member.rank)[2]
         except Exception as error:  # noqa: BLE001 - any failure to answer is the answer
-            result.silent[member.rank] = _brief(error)
+            result.silent[member.rank] = brief(error)
 
 
 async def _wrap(reference: Awaitable[T]) -> T:
@@ -390,9 +372,3 @@ def death_notice(error: BaseException, rank: int) -> tuple[CauseKind, int, str]:
     if isinstance(error, OutOfMemoryError) or "OUT_OF_MEMORY" in exit_type:
         return CauseKind.OUT_OF_MEMORY, rank, "Ray's memory monitor killed it to protect the node (OUT_OF_MEMORY)"
     return CauseKind.PROCESS_EXIT, rank, f"Ray reports {exit_type}"
-
-
-def _brief(error: BaseException) -> str:
-    """An error in one line of at most 300 characters: Ray's run over pages."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]

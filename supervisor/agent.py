@@ -19,9 +19,11 @@ from dataclasses import dataclass
 import ray
 
 from resilient_executor import semaphores, stacks
+from resilient_executor.heart import Answer, Beat
 from resilient_executor.lease import Lease
 from resilient_executor.processes import ProcessHandle, identify, take_ordinary_priority, vitals
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Vitals
+from resilient_executor.supervisor.beats import Beats
 from resilient_executor.supervisor.links import Door, silent_of
 from resilient_executor.supervisor.stalls import tidy_stacks
 
@@ -65,6 +67,7 @@ class NodeAgent:
         self._leases: dict[ProcessIdentity, Lease] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._door = Door()
+        self._beats: Beats | None = None
 
     async def identity(self) -> ProcessIdentity:
         """This agent's own process."""
@@ -87,6 +90,8 @@ class NodeAgent:
 
     def _on_exit(self, process: ProcessIdentity) -> None:
         handle = self._handles.pop(process)
+        if self._beats is not None:
+            self._beats.forget(process)
         asyncio.get_running_loop().remove_reader(handle.fd)
         self._note(process, handle.exit_status())
         handle.close()
@@ -157,15 +162,35 @@ class NodeAgent:
         """Those of the nodes (id -> address and port) that this one gets no answer from."""
         return await silent_of(peers)
 
-    # -- leases -----------------------------------------------------------------------------------------------------
+    # -- heartbeats and leases --------------------------------------------------------------------------------------
+
+    async def beat(
+        self,
+        beats: Mapping[ProcessIdentity, Beat],
+        wait_s: float,
+        wanted: Sequence[ProcessIdentity],
+        duration_s: float,
+        grace_s: float,
+    ) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        """Pass heartbeats on to workers of this node, and keep all that are wanted: see :class:`Beats`, :meth:`renew`.
+
+        Returns:
+            the seconds that it took, and the answers that have come.
+        """
+        began = time.monotonic()
+        await self.renew(wanted, duration_s, grace_s)
+        if self._beats is None:
+            self._beats = Beats()
+        answers = await self._beats.ask(beats, wait_s)
+        return time.monotonic() - began, answers
 
     async def renew(self, processes: Sequence[ProcessIdentity], duration_s: float, grace_s: float) -> None:
         """These workers are still wanted. From the first call on, somebody must say so again and again."""
         now = time.monotonic()
         for process in processes:
             lease = Lease(duration_s, grace_s + _PATIENCE_S, now)
-            lease.answered("anybody", now)
-            lease.beat("anybody")
+            lease.answered("anybody", 1, now)
+            lease.beat("anybody", 1)
             self._leases[process] = lease
         if self._keeper is None:
             self._keeper = asyncio.get_running_loop().create_task(self._keep_leases())

@@ -48,7 +48,8 @@ class StandIn(threading.Thread):
         self._stopping = stopping
         self._grantor = f"executor-{uuid.uuid4().hex[:8]}"
         #: The heartbeats that are on their way: the next one to a worker waits for the answer to the last.
-        self._awaited: dict[tuple[int, int], Any] = {}
+        self._awaited: dict[tuple[int, int], tuple[int, Any]] = {}
+        self._number = 0
 
     def run(self) -> None:
         """Look once an interval; beat where it is needed."""
@@ -66,11 +67,14 @@ class StandIn(threading.Thread):
 
     def _renew(self, charges: Charges) -> None:
         self._awaited = {key: beat for key, beat in self._awaited.items() if key[0] == charges.epoch}
+        self._number += 1
         for member in charges.members:
             key = (charges.epoch, member.rank)
-            if key in self._awaited and not ray.wait([self._awaited[key]], timeout=0)[0]:
+            heard, last = self._awaited.get(key, (0, None))
+            if last is not None and not ray.wait([last], timeout=0)[0]:
                 continue
-            self._awaited[key] = member.handle.heartbeat.remote(charges.epoch, self._grantor)
+            beat = member.handle.heartbeat.remote(charges.epoch, self._grantor, self._number, heard)
+            self._awaited[key] = (self._number, beat)
         for node_id, agent in charges.agents.items():
             local = [member.process for member in charges.members if member.process.node_id == node_id]
             if local:

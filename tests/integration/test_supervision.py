@@ -260,6 +260,32 @@ def is_healthy(executor: ResilientExecutor) -> bool:
     return True
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_its_agent_a_node_is_watched_all_the_same(executor: ResilientExecutor, number: signal.Signals) -> None:
+    """F4, F24: heartbeats pass by the agent; without it nobody is suspected, and nobody's lease runs out."""
+    epoch, known = executor.epoch, len(executor.incidents)
+    agent = pid_of_actor(supervisor_and_agents(executor)[1])
+    os.kill(agent, number)
+    try:
+        until_s = time.monotonic() + 3 * FROZEN_AFTER_S + 5.0  # a worker that nobody wants ends itself 5 s after that
+        while time.monotonic() < until_s:
+            began = time.monotonic()
+            step(executor)
+            assert time.monotonic() - began < 1.0, "a step waits for a lease"
+            executor.check_health()
+            time.sleep(0.02)
+    finally:
+        if number is signal.SIGSTOP:
+            os.kill(agent, signal.SIGCONT)
+    assert (executor.epoch, len(executor.incidents)) == (epoch, known)
+    if number is signal.SIGSTOP:  # and back again it ends nobody
+        time.sleep(FROZEN_AFTER_S)
+        assert (executor.epoch, len(executor.incidents)) == (epoch, known)
+    else:  # a death is seen without it, too, and brings a new one
+        os.kill(pid_of(executor, 1), signal.SIGKILL)
+        assert recovered(executor, epoch).cause.rank == 1  # type: ignore[union-attr]  # see recovered
+
+
 @pytest.mark.parametrize("idle", [True, False])
 def test_the_supervisor_the_agent_and_a_worker_may_die_together(executor: ResilientExecutor, idle: bool) -> None:
     """Two deaths at once are one incident."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,13 +12,23 @@ from resilient_executor.lease import Lease
 LEASE, GRACE, INTERVAL, TICK = 3.5, 5.0, 0.5, 0.25
 
 
-def lease() -> Lease:
-    return Lease(LEASE, GRACE, 0.0)
+class Worker(Lease):
+    """A lease, and how many beats each grantor has sent: each one has heard the answer to the last."""
+
+    def __init__(self) -> None:
+        super().__init__(LEASE, GRACE, 0.0)
+        self.beats: dict[str, int] = {}
 
 
-def beat(it: Lease, now: float, grantor: str = "supervisor") -> None:
-    it.beat(grantor)
-    it.answered(grantor, now)
+def lease() -> Worker:
+    return Worker()
+
+
+def beat(it: Worker, now: float, grantor: str = "supervisor") -> None:
+    heard = it.beats.get(grantor, 0)
+    it.beats[grantor] = heard + 1
+    it.beat(grantor, heard)
+    it.answered(grantor, heard + 1, now)
 
 
 @settings(max_examples=500)
@@ -99,3 +111,26 @@ def test_a_new_lease_in_time_saves_it() -> None:
     for _ in range(30):
         now += TICK
         assert not it.spent(now, TICK)
+
+
+@settings(max_examples=500)
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans(), st.booleans()), min_size=1, max_size=60))
+def test_an_answer_that_did_not_arrive_renews_nothing(history: list[tuple[float, bool, bool]]) -> None:
+    """Beats and answers get lost on the way through the agent; the lease follows the last answer that was heard."""
+    it, now, heard, heard_at = lease(), 0.0, 0, 0.0
+    for number, (pause, arrives, answer_arrives) in enumerate(history, start=1):
+        now += pause
+        if not arrives:
+            continue
+        it.beat("supervisor", heard)
+        it.answered("supervisor", number, now)
+        if answer_arrives:
+            heard, heard_at = number, now
+        assert it._until == math.inf or it._until <= heard_at + LEASE
+
+
+def test_only_so_many_answers_are_remembered() -> None:
+    it = lease()
+    for number in range(1, 1000):
+        it.answered("supervisor", number, float(number))
+    assert len(it._answered) <= 16
