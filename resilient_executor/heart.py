@@ -53,12 +53,14 @@ class Answer:
 
     Attributes:
         number: of the beat.
+        grantor: of the beat.
         progress: where the worker is; None when it cannot or will not say, and ``refusal`` says why.
         trip_s: from the beat to the answer, as the agent saw it, in seconds.
         reachable: whether the beat could be delivered.
     """
 
     number: int
+    grantor: str
     progress: Progress | None = None
     refusal: str = ""
     trip_s: float = 0.0
@@ -118,11 +120,11 @@ def decode_answer(message: Any) -> Answer:
     Raises:
         ValueError, TypeError: it is none.
     """
-    number, fields, refusal = message
+    number, grantor, fields, refusal = message
     if fields is None:
-        return Answer(int(number), None, str(refusal))
+        return Answer(int(number), str(grantor), None, str(refusal))
     rank, epoch, phase, *others = fields
-    return Answer(int(number), Progress(rank, epoch, Phase(phase), *others))
+    return Answer(int(number), str(grantor), Progress(rank, epoch, Phase(phase), *others))
 
 
 class Heart:
@@ -150,9 +152,9 @@ class Heart:
                     continue
                 beat = Beat(*message)
                 try:
-                    answer = [beat.number, astuple(self._answer(beat)), ""]
+                    said: list[Any] = [astuple(self._answer(beat)), ""]
                 except StaleEpoch as error:
-                    answer = [beat.number, None, str(error)]
-                self._socket.sendto(json.dumps(answer).encode(), sender)
+                    said = [None, str(error)]
+                self._socket.sendto(json.dumps([beat.number, beat.grantor, *said]).encode(), sender)
             except Exception as error:  # noqa: BLE001 - whoever asked is gone, or is none of ours; a heart goes on
                 logger.debug("a heartbeat without an answer: %s: %s", type(error).__name__, error)

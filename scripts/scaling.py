@@ -143,7 +143,7 @@ class Hive:
         self, beats: Mapping[ProcessIdentity, Beat], wait_s: float, *_: object
     ) -> tuple[float, dict[ProcessIdentity, Answer]]:
         """As the agent of a node, for workers whose pid is their rank."""
-        answers = {p: Answer(beat.number, progress_of(p.pid, beat.epoch)) for p, beat in beats.items()}
+        answers = {p: Answer(beat.number, beat.grantor, progress_of(p.pid, beat.epoch)) for p, beat in beats.items()}
         return 0.0, answers
 
     async def exits(self, processes: Sequence[ProcessIdentity], known: int, timeout_s: float) -> list[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from resilient_executor.heart import Answer, Beat, address_of, decode_answer, encode_beat, open_socket, receive
 from resilient_executor.protocol import ProcessIdentity
@@ -37,7 +38,7 @@ class Beats:
                 self._socket.sendto(encode_beat(beat), address_of(process))
             except OSError as error:
                 self._awaited.pop(process, None)
-                self._answers[process] = Answer(beat.number, refusal=str(error), reachable=False)
+                self._answers[process] = Answer(beat.number, beat.grantor, refusal=str(error), reachable=False)
             else:
                 self._awaited[process] = (beat, time.monotonic())
         deadline = time.monotonic() + wait_s
@@ -75,10 +76,8 @@ class Beats:
                 continue
             for process, (beat, sent_at) in self._awaited.items():
                 if address_of(process) == sender:
-                    if beat.number == answer.number:
+                    if (beat.number, beat.grantor) == (answer.number, answer.grantor):
                         del self._awaited[process]
-                        self._answers[process] = Answer(
-                            answer.number, answer.progress, answer.refusal, trip_s=now - sent_at
-                        )
+                        self._answers[process] = replace(answer, trip_s=now - sent_at)
                     break
         self._came.set()

@@ -73,6 +73,8 @@ class Heartbeats:
             now = time.monotonic()
             for process, answer in answers.items():
                 member = left[process]
+                if answer.grantor != self._grantor:
+                    continue  # of a beat of the supervisor before this one
                 if answer.progress is not None:
                     heard[process] = answer.number
                     self._heard(answer.progress, now, now - began - took_s + answer.trip_s)
