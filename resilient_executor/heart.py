@@ -56,7 +56,7 @@ class Answer:
         grantor: of the beat.
         progress: where the worker is; None when it cannot or will not say, and ``refusal`` says why.
         trip_s: from the beat to the answer, as the agent saw it, in seconds.
-        reachable: whether the beat could be delivered.
+        reachable: whether the beat could be delivered, and was answered before patience ran out.
     """
 
     number: int
@@ -148,8 +148,12 @@ class Heart:
         while True:  # without a bound, on purpose: it ends with the process
             try:
                 message, sender = receive(self._socket)
-                if not sender:
-                    continue
+            except OSError as error:  # an engine has closed a descriptor that is not its own
+                logger.warning("no heartbeats by datagram any more: %s", error)
+                return
+            if not sender:
+                continue
+            try:
                 beat = Beat(*message)
                 try:
                     said: list[Any] = [astuple(self._answer(beat)), ""]

@@ -13,6 +13,7 @@ new supervisor needs nothing but :meth:`SupervisorActor.adopt`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import time
@@ -37,6 +38,8 @@ from resilient_executor.supervisor.stalls import StallReport
 from resilient_executor.supervisor.status import News
 from resilient_executor.supervisor.status import status as status_of
 from resilient_executor.supervisor.watch import Conviction, Watch, WatchSettings
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -172,8 +175,13 @@ class SupervisorActor:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_end)
         return task
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the supervisor has failed", exc_info=error)
 
     # -- sources ----------------------------------------------------------------------------------------------------
 

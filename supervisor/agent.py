@@ -181,7 +181,7 @@ class NodeAgent:
         await self.renew(wanted, duration_s, grace_s)
         if self._beats is None:
             self._beats = Beats()
-        answers = await self._beats.ask(beats, wait_s)
+        answers = await self._beats.ask(beats, wait_s, duration_s / 3)
         return time.monotonic() - began, answers
 
     async def renew(self, processes: Sequence[ProcessIdentity], duration_s: float, grace_s: float) -> None:

@@ -20,35 +20,55 @@ class Beats:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._on_answers)
         #: Beats without an answer: nothing piles up at a worker that is silent.
         self._awaited: dict[ProcessIdentity, tuple[Beat, float]] = {}
+        #: The newest answer of each that nobody has taken yet.
         self._answers: dict[ProcessIdentity, Answer] = {}
         self._came = asyncio.Event()
 
-    async def ask(self, beats: Mapping[ProcessIdentity, Beat], wait_s: float) -> dict[ProcessIdentity, Answer]:
+    async def ask(
+        self, beats: Mapping[ProcessIdentity, Beat], wait_s: float, patience_s: float
+    ) -> dict[ProcessIdentity, Answer]:
         """Send a beat to each process that owes no answer to the same grantor, and wait, at most ``wait_s``.
 
+        Args:
+            beats: for whom, and what.
+            wait_s: seconds.
+            patience_s: who has owed an answer for longer counts as out of reach on this way: another may be asked.
+
         Returns:
-            the answers that have come since the last call; one that is late is among those of a later call.
+            the answers to this grantor that have come since its last call, in it or between the two.
         """
+        now = time.monotonic()
         for process, beat in beats.items():
+            kept = self._answers.get(process)
+            if kept is not None and kept.grantor != beat.grantor:
+                del self._answers[process]
             owed = self._awaited.get(process)
             if owed is not None and (owed[0].epoch, owed[0].grantor) == (beat.epoch, beat.grantor):
+                if now - owed[1] > patience_s:
+                    self._give_up(process, beat, f"no answer for {now - owed[1]:.1f} s")
                 continue
-            self._answers.pop(process, None)  # another grantor's
             try:
                 self._socket.sendto(encode_beat(beat), address_of(process))
             except OSError as error:
-                self._awaited.pop(process, None)
-                self._answers[process] = Answer(beat.number, beat.grantor, refusal=str(error), reachable=False)
+                self._give_up(process, beat, str(error))
             else:
-                self._awaited[process] = (beat, time.monotonic())
-        deadline = time.monotonic() + wait_s
+                self._awaited[process] = (beat, now)
+        deadline = now + wait_s
         while any(process in self._awaited for process in beats) and (left_s := deadline - time.monotonic()) > 0:
             self._came.clear()
             try:
                 await asyncio.wait_for(self._came.wait(), left_s)
             except asyncio.TimeoutError:
                 break
-        return {process: self._answers.pop(process) for process in beats if process in self._answers}
+        return {
+            process: self._answers.pop(process)
+            for process, beat in beats.items()
+            if process in self._answers and self._answers[process].grantor == beat.grantor
+        }
+
+    def _give_up(self, process: ProcessIdentity, beat: Beat, why: str) -> None:
+        self._awaited.pop(process, None)
+        self._answers[process] = Answer(beat.number, beat.grantor, refusal=why, reachable=False)
 
     def forget(self, process: ProcessIdentity) -> None:
         """It is gone, and owes nothing."""

@@ -52,10 +52,12 @@ class Heartbeats:
     async def of_node(self, members: Sequence[Member], agent: ActorHandle) -> None:
         """Beats for one node's workers, through its agent, which must also be kept from ending them.
 
-        When the agent dies or is slow, its workers are called one by one from then on. The agent asks nobody again who
-        owes it an answer: meanwhile the silence grows.
+        When the agent dies or is slow, its workers are called one by one from then on; so is one who does not answer
+        on this way. The agent asks nobody again who owes it an answer: meanwhile the silence grows.
         """
         settings, interval_s = self._settings, self._settings.heartbeat_interval_s
+        # In time for the calls that take its place, before any lease has run out.
+        limit_s = interval_s / 2 + settings.lease_s / 3
         wanted = [member.process for member in members]
         left = dict(zip(wanted, members, strict=True))
         heard = dict.fromkeys(left, 0)
@@ -63,27 +65,25 @@ class Heartbeats:
         while left:
             began, number = time.monotonic(), number + 1
             beats = {process: Beat(self._watch.epoch, self._grantor, number, heard[process]) for process in left}
-            call = agent.beat.remote(beats, interval_s / 2, wanted, settings.lease_s, settings.lease_grace_s)
             try:
-                # In time for the calls that take its place, before any lease has run out.
-                took_s, answers = await asyncio.wait_for(_wrap(call), interval_s / 2 + settings.lease_s / 3)
+                call = agent.beat.remote(beats, interval_s / 2, wanted, settings.lease_s, settings.lease_grace_s)
+                took_s, answers = await _within(call, limit_s)
+                now = time.monotonic()
+                for process, answer in answers.items():
+                    if answer.progress is not None:
+                        heard[process] = answer.number
+                        self._heard(answer.progress, now, now - began - took_s + answer.trip_s)
+                        continue
+                    member = left.pop(process)
+                    if answer.reachable:
+                        self._refused(member.rank, answer.refusal)
+                    else:
+                        self._spawn(self.of_worker(member, number, heard[process]))
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it, its workers must not suffer for it
+                if time.monotonic() - began > limit_s + interval_s:
+                    continue  # it was this process that did not run
                 logger.warning("heartbeats go past the agent of %s: %s", members[0].node_ip, brief(error))
                 break
-            now = time.monotonic()
-            for process, answer in answers.items():
-                member = left[process]
-                if answer.grantor != self._grantor:
-                    continue  # of a beat of the supervisor before this one
-                if answer.progress is not None:
-                    heard[process] = answer.number
-                    self._heard(answer.progress, now, now - began - took_s + answer.trip_s)
-                    continue
-                del left[process]
-                if answer.reachable:
-                    self._refused(member.rank, answer.refusal)
-                else:
-                    self._spawn(self.of_worker(member, number, heard[process]))
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
         for process, member in left.items():
             self._spawn(self.of_worker(member, number, heard[process]))
@@ -125,6 +125,23 @@ def brief(error: BaseException) -> str:
     """An error in one line of at most 300 characters: Ray's run over pages."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
+
+
+async def _within(reference: Awaitable[T], limit_s: float) -> T:
+    """What it gives, within ``limit_s``; ``asyncio.TimeoutError`` otherwise.
+
+    Not ``asyncio.wait_for``: up to Python 3.11 that drops a cancellation that comes together with the result, and a
+    loop that should have ended would go on renewing the leases of workers that were given up.
+    """
+    task = asyncio.ensure_future(_wrap(reference))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+    finally:
+        if not task.done():
+            task.cancel()
+    if not done:
+        raise asyncio.TimeoutError(f"no answer within {limit_s:.1f} s")
+    return task.result()
 
 
 async def _wrap(reference: Awaitable[T]) -> T:

@@ -1,0 +1,187 @@
+"""The supervisor's loop over one node's heartbeats, with an agent that is dead, slow, or answers as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from resilient_executor import ExecutorConfig, WorkerSpec
+from resilient_executor.heart import Answer, Beat
+from resilient_executor.protocol import Phase, ProcessIdentity, Progress
+from resilient_executor.supervisor.actor import Member
+from resilient_executor.supervisor.heartbeats import Heartbeats
+from resilient_executor.supervisor.pulse import Pulse
+from resilient_executor.supervisor.watch import Watch, WatchSettings
+
+CONFIG = ExecutorConfig(
+    worker=WorkerSpec("a:B"), tensor_parallel_size=2, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.3
+)
+SETTINGS = WatchSettings.from_config(CONFIG)
+Give = Callable[[Mapping[ProcessIdentity, Beat]], Coroutine[Any, Any, tuple[float, dict[ProcessIdentity, Answer]]]]
+
+
+def progress(rank: int) -> Progress:
+    return Progress(rank, 1, Phase.SERVING, -1, 0.0, 3, -1, "")
+
+
+class Node:
+    """Two workers, their agent, and what the supervisor did."""
+
+    def __init__(self, give: Give) -> None:
+        self.processes = [ProcessIdentity(100 + rank, 1, "node") for rank in range(2)]
+        self.direct: list[tuple[int, int, int]] = []
+        self.beats: list[dict[int, Beat]] = []
+        self.renewals = 0
+        self.refused: list[tuple[int, str]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.watch = Watch(1, [(p, "10.0.0.1") for p in self.processes], SETTINGS, SETTINGS.step_deadline(), 0.0)
+        self._give = give
+        self.members = [
+            Member(rank, SimpleNamespace(heartbeat=Remote(self._heartbeat(rank))), process, "10.0.0.1")
+            for rank, process in enumerate(self.processes)
+        ]
+        self.agent = SimpleNamespace(beat=Remote(self._beat), renew=Remote(self._renew))
+
+    def _heartbeat(self, rank: int) -> Callable[..., Coroutine[Any, Any, Progress]]:
+        async def heartbeat(epoch: int, grantor: str, number: int, heard: int) -> Progress:
+            self.direct.append((rank, number, heard))
+            return progress(rank)
+
+        return heartbeat
+
+    async def _beat(self, beats: Mapping[ProcessIdentity, Beat], *_: object) -> Any:
+        self.beats.append({process.pid - 100: beat for process, beat in beats.items()})
+        return await self._give(beats)
+
+    async def _renew(self, *_: object) -> None:
+        self.renewals += 1
+
+    async def run(self, seconds: float) -> None:
+        def spawn(work: Coroutine[Any, Any, None]) -> None:
+            self.tasks.append(asyncio.ensure_future(work))
+
+        beats = Heartbeats(
+            self.watch, Pulse(), SETTINGS, "me", lambda rank, text: self.refused.append((rank, text)), spawn
+        )
+        spawn(beats.of_node(self.members, self.agent))
+        await asyncio.sleep(seconds)
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.sleep(0.05)
+        assert all(task.done() for task in self.tasks), "a task has outlived its cancellation"
+
+
+class Remote:
+    """Something with ``remote``, as Ray's methods have it."""
+
+    def __init__(self, work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.remote = work
+
+
+async def all_answer(beats: Mapping[ProcessIdentity, Beat]) -> tuple[float, dict[ProcessIdentity, Answer]]:
+    return 0.0, {p: Answer(beat.number, beat.grantor, progress(p.pid - 100)) for p, beat in beats.items()}
+
+
+async def dead(beats: Mapping[ProcessIdentity, Beat]) -> Any:
+    raise RayActorError
+
+
+async def stopped(beats: Mapping[ProcessIdentity, Beat]) -> Any:
+    await asyncio.sleep(30)
+
+
+async def broken(beats: Mapping[ProcessIdentity, Beat]) -> Any:
+    return "nonsense"
+
+
+def serve(give: Give, seconds: float = 0.6) -> Node:
+    async def work() -> Node:
+        node = Node(give)
+        await node.run(seconds)
+        return node
+
+    return asyncio.run(work())
+
+
+def test_one_call_serves_all_and_says_which_answers_have_been_heard() -> None:
+    node = serve(all_answer)
+    assert len(node.beats) > 5
+    assert [(beats[0].number, beats[0].heard) for beats in node.beats[:4]] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert set(node.watch.progress) == {0, 1}
+    assert (node.direct, node.refused) == ([], [])
+
+
+@pytest.mark.parametrize("give", [dead, stopped, broken])
+def test_past_a_useless_agent_the_workers_are_called_and_its_leases_kept(give: Give) -> None:
+    node = serve(give)
+    assert len(node.beats) == 1
+    assert {rank for rank, _, _ in node.direct} == {0, 1}
+    of_first = [(number, heard) for rank, number, heard in node.direct if rank == 0]
+    assert of_first[:3] == [(2, 0), (3, 2), (4, 3)], "numbers go on: none may stand for two answers"
+    assert node.renewals >= 2
+
+
+def test_one_that_is_out_of_the_agents_reach_is_called_alone() -> None:
+    async def give(beats: Mapping[ProcessIdentity, Beat]) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        took_s, answers = await all_answer(beats)
+        for process in answers:
+            if process.pid == 101:
+                answers[process] = Answer(1, "me", refusal="Connection refused", reachable=False)
+        return took_s, answers
+
+    node = serve(give)
+    assert set(node.beats[-1]) == {0}
+    assert {rank for rank, _, _ in node.direct} == {1}
+
+
+def test_one_of_another_group_is_reported_and_not_asked_again() -> None:
+    async def give(beats: Mapping[ProcessIdentity, Beat]) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        took_s, answers = await all_answer(beats)
+        for process in answers:
+            if process.pid == 101:
+                answers[process] = Answer(1, "me", refusal="rank 1 is of epoch 7")
+        return took_s, answers
+
+    node = serve(give)
+    assert node.refused == [(1, "rank 1 is of epoch 7")]
+    assert set(node.beats[-1]) == {0}
+    assert node.direct == []
+
+
+def test_a_late_look_at_the_clock_is_not_the_agents_fault() -> None:
+    """The supervisor was stopped while its call was under way."""
+    first = [True]
+
+    async def give(beats: Mapping[ProcessIdentity, Beat]) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        if first:
+            first.clear()
+            time.sleep(0.3)  # nothing in this process runs
+            await asyncio.sleep(1.0)
+        return await all_answer(beats)
+
+    node = serve(give, 1.0)
+    assert len(node.beats) > 5
+    assert node.direct == []
+
+
+def test_a_cancellation_that_comes_with_an_answer_is_not_lost() -> None:
+    """``asyncio.wait_for`` drops it before Python 3.12; the leases of a dead epoch would be renewed for ever."""
+
+    async def work() -> None:
+        for delay in range(12):
+            node = Node(all_answer)
+            beats = Heartbeats(node.watch, Pulse(), SETTINGS, "me", lambda rank, text: None, lambda work: work.close())
+            task = asyncio.ensure_future(beats.of_node(node.members, node.agent))
+            for _ in range(delay):  # one pass of the loop each: the cancellation meets every line
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0.1)
+            assert task.done(), f"cancelled after {delay} passes, it goes on"
+
+    asyncio.run(work())
