@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -295,8 +296,14 @@ def ends_in_time_and_leaves_nothing(server: Server, number: int) -> None:
     tree = psutil.Process(server.process.pid).children(recursive=True)
     took = server.stop(number)
     assert took < 10, f"{took:.1f} s\n{server.tail()}"
-    psutil.wait_procs(tree, timeout=5)
-    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    left = []
+    for process in psutil.wait_procs(tree, timeout=5)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(
+                    f"{process.pid} {process.status()} of {process.ppid()}: {' '.join(process.cmdline())[:120]}"
+                )
+    assert left == [], server.tail()
     # Others may be at work on this machine: ours are named after their processes.
     pids = {str(process.pid) for process in tree}
     left = set(os.listdir("/dev/shm")) - server.shared_before
