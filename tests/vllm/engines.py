@@ -291,18 +291,26 @@ class Server:
         return time.monotonic() - began
 
 
+def alive_after(seconds: float, tree: list[psutil.Process]) -> list[str]:
+    """Those that have not ended by then, with what they are."""
+    left = []
+    for process in psutil.wait_procs(tree, timeout=seconds)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                command = " ".join(process.cmdline())[:100]
+                left.append(f"{process.pid} {process.status()}, child of {process.ppid()}: {command}")
+    return left
+
+
 def ends_in_time_and_leaves_nothing(server: Server, number: int) -> None:
     """Send a server a signal: it ends within 10 s, and so do all of its processes, with what they share in memory."""
     tree = psutil.Process(server.process.pid).children(recursive=True)
     took = server.stop(number)
     assert took < 10, f"{took:.1f} s\n{server.tail()}"
-    left = []
-    for process in psutil.wait_procs(tree, timeout=5)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(
-                    f"{process.pid} {process.status()} of {process.ppid()}: {' '.join(process.cmdline())[:120]}"
-                )
+    left = alive_after(5.0, tree)
+    if left:
+        print("still there after 5 s:", *left, sep="\n")
+        left = alive_after(10.0, tree)
     assert left == [], server.tail()
     # Others may be at work on this machine: ours are named after their processes.
     pids = {str(process.pid) for process in tree}
