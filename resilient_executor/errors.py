@@ -156,3 +156,9 @@ class ExecutorFailed(ResilientExecutorError):
     def __init__(self, message: str, incident: Incident | None = None) -> None:
         super().__init__(message)
         self.incident = incident
+
+
+def brief(error: BaseException) -> str:
+    """An error in one line of at most 300 characters: Ray's run over pages."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]

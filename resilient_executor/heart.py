@@ -1,4 +1,4 @@
-"""Heartbeats on their last few micrometres: from a node's agent to the workers of its node, past Ray.
+"""Heartbeats from a node's agent to the workers of its node, by datagrams, past Ray.
 
 A call of Ray costs a millisecond of its sender's processor time, many times what the answer costs. So the supervisor
 calls one agent on each node, and the agent asks the workers by datagrams. Each worker listens at an abstract address

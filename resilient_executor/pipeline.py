@@ -21,7 +21,7 @@ from ray.exceptions import RayTaskError
 
 from resilient_executor import protocol
 from resilient_executor.config import ExecutorConfig
-from resilient_executor.errors import StepLost
+from resilient_executor.errors import StepLost, brief
 from resilient_executor.protocol import StepKind, WorkerException
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class StepPipeline:
             try:
                 step.references = self._graph.submit(request)
             except Exception as error:
-                self._judge.graph_broken(self.epoch, _describe(error))
+                self._judge.graph_broken(self.epoch, brief(error))
                 raise StepLost(self.epoch, step_id, self.incident) from error
             self._inflight.append(step)
             if future is not None:
@@ -251,7 +251,7 @@ class StepPipeline:
         except Exception as raised:  # noqa: BLE001 - everything that is not the worker's own is the graph's
             error = self._worker_error(raised, step)
             if error is None:
-                self._judge.graph_broken(self.epoch, _describe(raised))
+                self._judge.graph_broken(self.epoch, brief(raised))
         if self.condemned:
             self._lose_all()
             return
@@ -353,8 +353,3 @@ def _finish(step: InflightStep) -> None:
             future.set_result(step.output)
     if step.trace is not None:
         step.trace.ended(step.error)
-
-
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]

@@ -18,7 +18,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,11 +26,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from resilient_executor.errors import brief
 from resilient_executor.processes import identify, take_ordinary_priority
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Progress
 from resilient_executor.supervisor import links
+from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.endpoint import Endpoint
-from resilient_executor.supervisor.heartbeats import Heartbeats, brief
+from resilient_executor.supervisor.heartbeats import Heartbeats
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.reports import ask_agents, collect
@@ -350,19 +352,13 @@ class SupervisorActor:
 
     async def _ask(self, member: Member, epoch: int, timeout_s: float, result: Examination) -> None:
         try:
-            result.progress[member.rank] = await asyncio.wait_for(
-                _wrap(member.handle.heartbeat.remote(epoch)), timeout_s
-            )
+            result.progress[member.rank] = await within(member.handle.heartbeat.remote(epoch), timeout_s)
         except asyncio.TimeoutError:
             result.silent[member.rank] = f"no answer within {timeout_s:g} s"
         except RayActorError as error:
             result.dead[member.rank] = death_notice(error, member.rank)[2]
         except Exception as error:  # noqa: BLE001 - any failure to answer is the answer
             result.silent[member.rank] = brief(error)
-
-
-async def _wrap(reference: Awaitable[T]) -> T:
-    return await reference
 
 
 async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from resilient_executor.errors import brief
 from resilient_executor.heart import Beat
 from resilient_executor.protocol import Progress
+from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.watch import Watch, WatchSettings
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from resilient_executor.supervisor.actor import Member
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Heartbeats:
@@ -67,7 +67,7 @@ class Heartbeats:
             beats = {process: Beat(self._watch.epoch, self._grantor, number, heard[process]) for process in left}
             try:
                 call = agent.beat.remote(beats, interval_s / 2, wanted, settings.lease_s, settings.lease_grace_s)
-                took_s, answers = await _within(call, limit_s)
+                took_s, answers = await within(call, limit_s)
                 now = time.monotonic()
                 for process, answer in answers.items():
                     if answer.progress is not None:
@@ -119,30 +119,3 @@ class Heartbeats:
     def _heard(self, progress: Progress, now: float, round_trip_s: float) -> None:
         self._watch.heard(progress, now, round_trip_s)
         self._pulse.heard(progress.rank, now, round_trip_s)
-
-
-def brief(error: BaseException) -> str:
-    """An error in one line of at most 300 characters: Ray's run over pages."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
-
-
-async def _within(reference: Awaitable[T], limit_s: float) -> T:
-    """What it gives, within ``limit_s``; ``asyncio.TimeoutError`` otherwise.
-
-    Not ``asyncio.wait_for``: up to Python 3.11 that drops a cancellation that comes together with the result, and a
-    loop that should have ended would go on renewing the leases of workers that were given up.
-    """
-    task = asyncio.ensure_future(_wrap(reference))
-    try:
-        done, _ = await asyncio.wait({task}, timeout=limit_s)
-    finally:
-        if not task.done():
-            task.cancel()
-    if not done:
-        raise asyncio.TimeoutError(f"no answer within {limit_s:.1f} s")
-    return task.result()
-
-
-async def _wrap(reference: Awaitable[T]) -> T:
-    return await reference

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+
+from resilient_executor.supervisor.calls import within
 
 #: For one connection, in seconds. The first packet may be lost; it is sent again after one second.
 CONNECT_S: Final = 1.5
@@ -87,7 +89,7 @@ async def doors(agents: Mapping[str, ActorHandle]) -> dict[str, tuple[str, int]]
 
     async def ask(node_id: str) -> tuple[str, tuple[str, int]] | None:
         try:
-            return node_id, await asyncio.wait_for(_wrap(agents[node_id].door.remote()), 2 * CONNECT_S)
+            return node_id, await within(agents[node_id].door.remote(), 2 * CONNECT_S)
         except (RayError, asyncio.TimeoutError):
             return None
 
@@ -116,7 +118,7 @@ async def look(
             if node_id == here:
                 silent: Sequence[str] = await silent_of(others)
             else:
-                silent = await asyncio.wait_for(_wrap(agents[node_id].silent.remote(others)), _ANSWER_S)
+                silent = await within(agents[node_id].silent.remote(others), _ANSWER_S)
         except (RayError, asyncio.TimeoutError):
             return  # what it sees is not known; whether it is seen, the others say
         looked.update(Pair.of(node_id, other) for other in others)
@@ -130,7 +132,3 @@ async def silent_of(peers: Mapping[str, tuple[str, int]]) -> list[str]:
     """Those of the nodes that give no answer."""
     answers = await asyncio.gather(*(reach(*where) for where in peers.values()))
     return [node_id for node_id, answered in zip(peers, answers, strict=True) if not answered]
-
-
-async def _wrap(reference: Any) -> Any:
-    return await reference

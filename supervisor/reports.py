@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from resilient_executor.protocol import ProcessIdentity
+from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.stalls import StallReport, make_report, share_of
 from resilient_executor.supervisor.watch import Watch
 
@@ -33,7 +34,7 @@ async def ask_agents(
     async def ask(node_id: str) -> dict[ProcessIdentity, Any]:
         reference = getattr(agents[node_id], method).remote(by_node[node_id], *arguments)
         try:
-            return await asyncio.wait_for(_wrap(reference), timeout_s)
+            return await within(reference, timeout_s)
         except (RayError, asyncio.TimeoutError):
             return {}
 
@@ -74,7 +75,3 @@ async def collect(
         ranks=ranks,
         tensor_parallel_size=tensor_parallel_size,
     )
-
-
-async def _wrap(reference: Any) -> Any:
-    return await reference

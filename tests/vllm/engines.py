@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -44,6 +45,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+#: Of prctl: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 #: The executors under the engines of :func:`offline`, as long as they live.
 _CORES: list[Any] = []
 
@@ -236,6 +239,8 @@ class Server:
         self.process = subprocess.Popen(
             command, stdout=self._output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
             start_new_session=True,
+            # A pytest that is killed runs no fixture's end; the server must not stay for ever.
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT),  # noqa: PLW1509 - one call
         )  # fmt: skip
 
     @property
