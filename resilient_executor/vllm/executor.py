@@ -295,6 +295,11 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
                 core.shutdown()
             self._interrupts.close()
 
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Steps may be planned before the results of earlier ones are known: all of them are lost together."""
+        return True
+
     @property
     def max_concurrent_batches(self) -> int:
         """Steps that the engine keeps in flight (vLLM before 0.26 asks the executor)."""

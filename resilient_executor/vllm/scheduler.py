@@ -40,12 +40,15 @@ class LossAware:
     kv_cache_manager: Any
     sched_step_seq: int
     processed_step_seq: int
+    running: list[Any]
 
     #: The newest generation of workers whose death this scheduler has seen to.
     _lost_epoch = 0
     #: Lost steps whose blocks have been given back before their (empty) output was seen.
     _steps_ahead = 0
     _quarantine: Quarantine | None = None
+    #: A trial is over, and nothing may run until the step that was planned ahead of that has come back.
+    _pausing = False
     _trace_headers: TraceHeaders
 
     def add_request(self, request: Any) -> Any:
@@ -56,9 +59,9 @@ class LossAware:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See vLLM; a request that is on trial runs alone."""
         suspect = self._quarantine.on_trial if self._quarantine is not None else None
-        if suspect is None:
+        if suspect is None and not self._pausing:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        with self._all_others_held(suspect):
+        with self._all_others_held(None if self._pausing else suspect):
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
@@ -76,6 +79,8 @@ class LossAware:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if convicted is not None:
             self._fail(convicted, outputs)
+        elif self._pausing:
+            self._end_pause()
         elif self._quarantine is not None and self._quarantine.on_trial is not None:
             self._follow_trial(self._quarantine)
         return outputs
@@ -87,6 +92,7 @@ class LossAware:
             the request that is convicted of having killed the workers, or None.
         """
         in_flight = self._in_flight(scheduler_output)
+        self._pausing = False
         self._release_blocks()
         # Public, and made for this: all running requests are preempted, and what is in flight for them is dropped.
         if self.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False:  # type: ignore[attr-defined]
@@ -120,9 +126,15 @@ class LossAware:
         return getattr(self, "requests", {})
 
     @contextmanager
-    def _all_others_held(self, suspect: str) -> Iterator[None]:
-        """Keep every waiting request but one out of the queues. None runs: see :meth:`_follow_trial`."""
+    def _all_others_held(self, suspect: str | None) -> Iterator[None]:
+        """Keep all requests but one from being scheduled, or all of them.
+
+        While one is on trial no other is running, see :meth:`_follow_trial`; so only waiting ones are held back.
+        """
         held: list[tuple[Any, list[Any]]] = []
+        running = self.running
+        if suspect is None:
+            self.running = []
         for name in _QUEUES:
             queue: Any = getattr(self, name, ())
             if others := [request for request in queue if request.request_id != suspect]:
@@ -131,6 +143,8 @@ class LossAware:
         try:
             yield
         finally:
+            if suspect is None:
+                self.running = running
             for queue, others in held:
                 for request in reversed(others):
                     queue.prepend_request(request)
@@ -143,9 +157,21 @@ class LossAware:
         if request is None or request.is_finished():
             quarantine.forget(suspect)
         elif quarantine.progressed(suspect, request.num_output_tokens):
-            self.reset_prefix_cache(reset_running_requests=True)  # type: ignore[attr-defined]
+            self._pausing = True
+            self._end_pause()
         if quarantine.on_trial is None:
             logger.warning("all suspects are cleared")
+
+    def _end_pause(self) -> None:
+        """Preempt who was on trial, unless a token of its own is on its way.
+
+        Such a token would be dropped by vLLM and sampled again, and the generator of a seeded request would have drawn
+        once too often: its workers live.
+        """
+        if any(getattr(request, "num_output_placeholders", 0) > 0 for request in self._requests().values()):
+            return
+        self._pausing = False
+        self.reset_prefix_cache(reset_running_requests=True)  # type: ignore[attr-defined]
 
     def _fail(self, request_id: str, outputs: dict[int, Any]) -> None:
         """End a request with an error, and tell its client."""

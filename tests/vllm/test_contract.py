@@ -67,6 +67,7 @@ SCHEDULER = ("v1/core/sched/scheduler.py", "Scheduler")
         ("execute_model", {"scheduler_output", "non_block"}),
         ("sample_tokens", {"grammar_output", "non_block"}),
         ("check_health", set()),
+        ("supports_async_scheduling", set()),
         ("register_failure_callback", {"callback"}),
         ("get_kv_connector_handshake_metadata", set()),
         ("shutdown", set()),
@@ -110,6 +111,7 @@ def test_the_schedulers_inside() -> None:
     source = text(SCHEDULER[0])
     for attribute in ("requests", "waiting", "running", "kv_cache_manager", "finished_recving_kv_req_ids"):
         assert re.search(rf"self\.{attribute}\b", source), attribute
+    assert "self.num_output_placeholders" in text("v1/request.py")
     if "self.defer_block_free" in source:
         for attribute in ("sched_step_seq", "processed_step_seq", "_drain_deferred_frees"):
             assert attribute in source, attribute
