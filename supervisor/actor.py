@@ -110,6 +110,7 @@ class SupervisorActor:
         self._members: dict[int, Member] = {}
         self._agents: dict[str, ActorHandle] = {}
         self._watch: Watch | None = None
+        self._beats: Heartbeats | None = None
         self._news: News | None = None
         self._news_at = 0.0
         self._endpoint = Endpoint(self._status, self._stack_lines)
@@ -139,10 +140,10 @@ class SupervisorActor:
         await self.retire(self._epoch)
         self._epoch = epoch
         self._members = {member.rank: member for member in members}
-        self._agents, self._findings, self._pulse = agents, [], Pulse()
+        self._agents, self._findings, self._pulse = dict(agents), [], Pulse()
         processes = [(member.process, member.node_ip) for member in members]
         watch = self._watch = Watch(epoch, processes, self._settings, self._deadline, time.monotonic())
-        beats = Heartbeats(
+        beats = self._beats = Heartbeats(
             watch,
             self._pulse,
             self._settings,
@@ -154,15 +155,24 @@ class SupervisorActor:
         for member in members:
             self._spawn(self._sentinel(epoch, member))
             if member.process.node_id not in agents:
-                self._spawn(beats.of_worker(member, 0, 0))
+                beats.of_worker(member)
         for node_id, agent in agents.items():
-            local = [member for member in members if member.process.node_id == node_id]
-            if local:
-                self._spawn(self._exits(epoch, local, agent))
-                self._spawn(beats.of_node(local, agent))
+            self._follow(epoch, node_id, agent)
         if any(member.process.node_id != process.node_id for member in members):
             self._spawn(self._links(epoch, process.node_id))
         return process
+
+    async def take_agent(self, epoch: int, node_id: str, agent: ActorHandle) -> None:
+        """A node of the epoch has a new agent: its first one has died."""
+        if epoch == self._epoch and self._members:
+            self._agents[node_id] = agent
+            self._follow(epoch, node_id, agent)
+
+    def _follow(self, epoch: int, node_id: str, agent: ActorHandle) -> None:
+        local = [member for member in self._members.values() if member.process.node_id == node_id]
+        if local and self._beats is not None:
+            self._spawn(self._exits(epoch, local, agent))
+            self._beats.of_node(local, agent)
 
     async def retire(self, epoch: int) -> None:
         """Stop watching: what happens to these workers from now on is the executor's own doing."""

@@ -73,6 +73,10 @@ class NodeAgent:
         """This agent's own process."""
         return identify(os.getpid(), ray.get_runtime_context().get_node_id())
 
+    async def stay(self) -> None:
+        """Return never: whoever calls learns when this agent has died."""
+        await asyncio.Event().wait()
+
     async def watch(self, processes: Sequence[ProcessIdentity]) -> None:
         """Watch these from now on, beside those watched already."""
         for process in processes:

@@ -24,6 +24,7 @@ from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor import links
 from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
 from resilient_executor.supervisor.agent import Fenced, NodeAgent
+from resilient_executor.supervisor.agents import Agents
 from resilient_executor.supervisor.fencing import Fencing
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.nodes import NodeWatch
@@ -68,7 +69,7 @@ class Supervision:
         self._node_id = ray.get_runtime_context().get_node_id()
         self._lock = threading.RLock()
         self._supervisor: ActorHandle | None = None
-        self._agents: dict[str, ActorHandle] = {}
+        self._agents = Agents(lambda node_id: self._make(NodeAgent, node_id).remote())
         self._epoch = 0
         self._members: tuple[Member, ...] = ()
         self._known = 0
@@ -90,7 +91,7 @@ class Supervision:
         """Start the supervisor and this node's agent; both come up while the workers do."""
         with self._lock:
             self._supervisor = self._make_supervisor()
-            self._agent(self._node_id)
+        self._agents.get(self._node_id)
         self._listener.start()
         self._stand_in.start()
         self._nodes.start()
@@ -131,7 +132,8 @@ class Supervision:
         """Whose leases somebody must renew, and since when the supervisor has not been heard."""
         limit_s = _POLL_S + self._config.heartbeat_interval_s
         with self._lock:
-            return Charges(self._epoch, self._members, dict(self._agents), time.monotonic() - self._heard_at > limit_s)
+            neglected = time.monotonic() - self._heard_at > limit_s
+            return Charges(self._epoch, self._members, self._agents.handles(), neglected)
 
     def _make(self, cls: type, node_id: str) -> Any:
         # Ray's own affinity strategy, not a placement group: these outlive the groups of all epochs.
@@ -140,16 +142,10 @@ class Supervision:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, "enable_task_events": False}
         return ray.remote(scheduling_strategy=strategy, **options)(cls)
 
-    def _agent(self, node_id: str) -> ActorHandle:
-        with self._lock:
-            if node_id not in self._agents:
-                self._agents[node_id] = self._make(NodeAgent, node_id).remote()
-            return self._agents[node_id]
-
     def be_on(self, nodes: Iterable[str]) -> None:
         """Have an agent on each of these nodes. Does not wait for them."""
         for node_id in nodes:
-            self._agent(node_id)
+            self._agents.get(node_id)
 
     # -- the epoch --------------------------------------------------------------------------------------------------
 
@@ -168,7 +164,8 @@ class Supervision:
         """Tell the supervisor whom to watch; a dead one is replaced."""
         for attempt in (1, 2):
             with self._lock:
-                supervisor, epoch, members, agents = self._supervisor, self._epoch, self._members, dict(self._agents)
+                supervisor, epoch, members = self._supervisor, self._epoch, self._members
+            agents = self._agents.handles()
             try:
                 assert supervisor is not None
                 process = ray.get(supervisor.adopt.remote(epoch, members, agents), timeout=_GRACE_S + 25)
@@ -232,11 +229,24 @@ class Supervision:
                 self._stopping.wait(1.0)
                 continue
             self._heard_at = time.monotonic()
+            self._replace_agents()
             with self._lock:
                 fresh = findings[known:] if epoch == self._epoch else []
                 self._known += len(fresh)
             for finding in fresh:
                 self._on_finding(finding)
+
+    def _replace_agents(self) -> None:
+        """Put new agents in the place of those that have died under their workers. Does not wait for them."""
+        for node_id in self._agents.take_dead():
+            with self._lock:  # an agent that is made here is among those that `stop` ends
+                local = [member.process for member in self._members if member.process.node_id == node_id]
+                if not local or self._stopping.is_set() or not self._nodes.is_alive_node(node_id):
+                    continue
+                agent, supervisor, epoch = self._agents.get(node_id), self._supervisor, self._epoch
+            agent.watch.remote(local)
+            if supervisor is not None:
+                supervisor.take_agent.remote(epoch, node_id, agent)
 
     def _recover_supervisor(self, lost: ActorHandle | None) -> None:
         self._replace(lost)
@@ -281,12 +291,12 @@ class Supervision:
         node that does not answer counts as ended when its lease has run out since: it writes to no channel any more.
         Its device may still be held; so that node is given up, and nothing is placed there until the proof has come.
         """
-        return Fencing(self._nodes, self._agent, self._drop_agent, self._config, self._node_id).run(
+        return Fencing(self._nodes, self._agents.get, self._agents.drop, self._config, self._node_id).run(
             processes, self.can_do_without
         )
 
     def _fence_soon(self, node_id: str, processes: Sequence[ProcessIdentity]) -> Any:
-        return self._agent(node_id).fence.remote(list(processes), self._config.fence_timeout_s)
+        return self._agents.get(node_id).fence.remote(list(processes), self._config.fence_timeout_s)
 
     def unfit_nodes(self) -> frozenset[str]:
         """Ids of the nodes where nothing new may be placed; see :class:`NodeWatch`."""
@@ -294,9 +304,7 @@ class Supervision:
 
     def cut_pairs(self, nodes: Iterable[str]) -> list[links.Pair]:
         """Have these nodes connect to each other, now; returns the pairs that do not see each other, at most 3 s."""
-        wanted = {self._node_id, *nodes}
-        with self._lock:
-            agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in wanted}
+        agents = self._agents.handles({self._node_id, *nodes})
         if len(agents) < 2:
             return []
         return asyncio.run(self._look_at_links(agents))
@@ -310,8 +318,8 @@ class Supervision:
         """Ray says that a node is dead, or will be."""
         with self._lock:
             epoch, members = self._epoch, self._members
-            if word == "dead":
-                self._agents.pop(node_id, None)
+        if word == "dead":
+            self._agents.drop(node_id)
         here = [member for member in members if member.process.node_id == node_id]
         if not here:
             return
@@ -327,31 +335,24 @@ class Supervision:
 
     def kill(self, process: ProcessIdentity) -> None:
         """Have one process killed without waiting for it; :meth:`fence` proves it later."""
-        self._agent(process.node_id).fence.remote([process], self._config.fence_timeout_s)
+        self._agents.get(process.node_id).fence.remote([process], self._config.fence_timeout_s)
 
     def forget(self, processes: Sequence[ProcessIdentity], timeout_s: float = 0.0) -> None:
         """Let the agents drop what they know of a buried epoch, and remove what it has left in shared memory."""
-        with self._lock:
-            references = [agent.forget.remote(list(processes)) for agent in self._agents.values()]
+        references = [agent.forget.remote(list(processes)) for agent in self._agents.handles().values()]
         if timeout_s > 0 and references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
-
-    def _drop_agent(self, node_id: str, agent: ActorHandle) -> None:
-        """This one gives no answer; the next call makes another."""
-        with self._lock:
-            if self._agents.get(node_id) is agent:
-                del self._agents[node_id]
 
     def _ask_agent(self, node_id: str, method: str, *args: Any) -> Any:
         """Call an agent; a dead one is replaced. None when the node gives no answer, or is dead."""
         limit = self._config.fence_timeout_s + _GRACE_S
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and self._nodes.is_alive_node(node_id):
-            agent = self._agent(node_id)
+            agent = self._agents.get(node_id)
             try:
                 return ray.get(getattr(agent, method).remote(*args), timeout=max(0.1, deadline - time.monotonic()))
             except (RayError, GetTimeoutError):
-                self._drop_agent(node_id, agent)
+                self._agents.drop(node_id, agent)
                 time.sleep(0.2)
         logger.warning("the agent of node %s gave no answer within %g s", node_id[:8], limit)
         return None
@@ -361,7 +362,7 @@ class Supervision:
     def actor_processes(self) -> list[ActorHandle]:
         """The supervisor and the agents, for whoever wants to look at (or kill) them."""
         with self._lock:
-            return [h for h in (self._supervisor, *self._agents.values()) if h is not None]
+            return [h for h in (self._supervisor, *self._agents.handles().values()) if h is not None]
 
     def stop(self) -> None:
         """Stop listening, and end the supervisor and the agents."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from resilient_executor.errors import brief
-from resilient_executor.heart import Beat
-from resilient_executor.protocol import Progress
+from resilient_executor.heart import Answer, Beat
+from resilient_executor.protocol import ProcessIdentity, Progress
 from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.watch import Watch, WatchSettings
@@ -43,71 +45,115 @@ class Heartbeats:
         settings: WatchSettings,
         grantor: str,
         refused: Callable[[int, str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._watch, self._pulse = watch, pulse
         self._settings, self._grantor = settings, grantor
         self._refused, self._spawn = refused, spawn
+        #: Of the last beat that was sent to a process; and of the last one whose answer has come: its lease is counted
+        #: from there. Both go on when the beats take another way.
+        self._sent: Counter[ProcessIdentity] = Counter()
+        self._answered: Counter[ProcessIdentity] = Counter()
+        self._of_nodes: dict[str, asyncio.Task[None]] = {}
+        #: Who is called through Ray now; and who always will be, or has nothing more to say.
+        self._of_workers: dict[ProcessIdentity, asyncio.Task[None]] = {}
+        self._unreachable: set[ProcessIdentity] = set()
 
-    async def of_node(self, members: Sequence[Member], agent: ActorHandle) -> None:
-        """Beats for one node's workers, through its agent, which must also be kept from ending them.
+    def of_node(self, members: Sequence[Member], agent: ActorHandle) -> None:
+        """Beats for one node's workers from now on, through this agent, which must also be kept from ending them.
 
-        When the agent dies or is slow, its workers are called one by one from then on; so is one who does not answer
-        on this way. The agent asks nobody again who owes it an answer: meanwhile the silence grows.
+        While the agent is slow, and when it has died, its workers are called one by one; so is one who does not answer
+        on this way, for good. The agent asks nobody again who owes it an answer: meanwhile the silence grows.
         """
+        node_id = members[0].process.node_id
+        if (earlier := self._of_nodes.pop(node_id, None)) is not None:
+            earlier.cancel()
+        self._of_nodes[node_id] = self._spawn(self._of_node(members, agent))
+
+    def of_worker(self, member: Member) -> None:
+        """Beats for one worker, by calls of Ray, one after the other."""
+        self._of_workers[member.process] = self._spawn(self._of_worker(member))
+
+    async def _of_node(self, members: Sequence[Member], agent: ActorHandle) -> None:
+        wanted = [member.process for member in members]
+        quick = True
+        while quick:
+            for process in wanted:
+                if process not in self._unreachable and (call := self._of_workers.pop(process, None)) is not None:
+                    call.cancel()
+            await self._by_agent(members, agent)
+            for member in members:
+                if member.process not in self._unreachable:
+                    self.of_worker(member)
+            quick = await self._answers_again(wanted, agent)
+
+    async def _by_agent(self, members: Sequence[Member], agent: ActorHandle) -> None:
+        """Beats through the agent, until it fails."""
         settings, interval_s = self._settings, self._settings.heartbeat_interval_s
         # In time for the calls that take its place, before any lease has run out.
         limit_s = interval_s / 2 + settings.lease_s / 3
         wanted = [member.process for member in members]
-        left = dict(zip(wanted, members, strict=True))
-        heard = dict.fromkeys(left, 0)
-        number = 0
-        while left:
+        number = max(self._sent[process] for process in wanted)
+        while True:
             began, number = time.monotonic(), number + 1
-            beats = {process: Beat(self._watch.epoch, self._grantor, number, heard[process]) for process in left}
+            left = {member.process: member for member in members if member.process not in self._unreachable}
+            for process in left:
+                self._sent[process] = number
+            beats = {p: Beat(self._watch.epoch, self._grantor, number, self._answered[p]) for p in left}
             try:
                 call = agent.beat.remote(beats, interval_s / 2, wanted, settings.lease_s, settings.lease_grace_s)
                 took_s, answers = await within(call, limit_s)
-                now = time.monotonic()
-                for process, answer in answers.items():
-                    if answer.progress is not None:
-                        heard[process] = answer.number
-                        self._heard(answer.progress, now, now - began - took_s + answer.trip_s)
-                        continue
-                    member = left.pop(process)
-                    if answer.reachable:
-                        self._refused(member.rank, answer.refusal)
-                    else:
-                        self._spawn(self.of_worker(member, number, heard[process]))
+                self._take(left, answers, began + took_s)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it, its workers must not suffer for it
                 if time.monotonic() - began > limit_s + interval_s:
                     continue  # it was this process that did not run
                 logger.warning("heartbeats go past the agent of %s: %s", members[0].node_ip, brief(error))
-                break
+                return
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
-        for process, member in left.items():
-            self._spawn(self.of_worker(member, number, heard[process]))
-        while True:
+
+    def _take(
+        self, asked: Mapping[ProcessIdentity, Member], answers: Mapping[ProcessIdentity, Answer], over_s: float
+    ) -> None:
+        """Take what an agent has heard; its answer would be here at ``over_s`` if there were no way between us."""
+        now = time.monotonic()
+        for process, answer in answers.items():
+            if answer.progress is not None:
+                self._answered[process] = answer.number
+                self._heard(answer.progress, now, now - over_s + answer.trip_s)
+                continue
+            self._unreachable.add(process)
+            if answer.reachable:
+                self._refused(asked[process].rank, answer.refusal)
+            else:
+                self.of_worker(asked[process])
+
+    async def _answers_again(self, wanted: Sequence[ProcessIdentity], agent: ActorHandle) -> bool:
+        """Wait until a slow agent is quick again, keeping it from ending anybody; False when it has died."""
+        settings, took_s = self._settings, math.inf
+        while took_s > settings.heartbeat_interval_s / 2:
+            began = time.monotonic()
             try:
                 await agent.renew.remote(wanted, settings.lease_s, settings.lease_grace_s)
+                took_s = time.monotonic() - began
             except RayActorError:
-                return  # it ends nobody any more
+                return False  # it ends nobody any more
+            except Exception as error:  # noqa: BLE001 - it may still end its workers, so it is told again
+                logger.debug("an agent does not renew leases: %s", brief(error))
+            # Also before the way back: should beats be slow all the same, every worker has been heard in between.
             await asyncio.sleep(settings.lease_s / 3)
+        return True
 
-    async def of_worker(self, member: Member, number: int, heard: int) -> None:
-        """Beats for one worker, by calls of Ray, one after the other.
-
-        Args:
-            member: the worker.
-            number: of the last beat that was sent to it.
-            heard: of the last one whose answer has come; the worker's lease is counted from there.
-        """
-        interval_s = self._settings.heartbeat_interval_s
+    async def _of_worker(self, member: Member) -> None:
+        process, interval_s = member.process, self._settings.heartbeat_interval_s
         while True:
-            began, number = time.monotonic(), number + 1
+            began = time.monotonic()
+            self._sent[process] += 1
+            number = self._sent[process]
             try:
+                heard = self._answered[process]
                 progress = await member.handle.heartbeat.remote(self._watch.epoch, self._grantor, number, heard)
-                now, heard = time.monotonic(), number
+                now = time.monotonic()
+                self._answered[process] = number
                 self._heard(progress, now, now - began)
             except RayActorError:
                 pass  # the sentinel says the same, and says why

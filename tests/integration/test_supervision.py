@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from leaks import alive
 from probe_worker import ProbeWorker
 from ray.actor import ActorHandle
 
@@ -215,7 +216,7 @@ def test_a_frozen_worker_is_fenced_and_replaced(executor: ResilientExecutor, in_
             future.result()
         assert FROZEN_AFTER_S * 0.5 < time.monotonic() - began < FROZEN_AFTER_S + 3.0
     until(lambda: executor.epoch > epoch)
-    assert not psutil.pid_exists(pid), "its successor is being built while it still exists"
+    assert not alive([pid]), "its successor is being built while it still runs"
     cause = recovered(executor, epoch).cause
     assert cause is not None
     assert (cause.kind, cause.rank) == (CauseKind.FROZEN, 1)
@@ -284,6 +285,26 @@ def test_without_its_agent_a_node_is_watched_all_the_same(executor: ResilientExe
     else:  # a death is seen without it, too, and brings a new one
         os.kill(pid_of(executor, 1), signal.SIGKILL)
         assert recovered(executor, epoch).cause.rank == 1  # type: ignore[union-attr]  # see recovered
+
+
+def test_a_dead_agent_is_replaced_under_its_workers(executor: ResilientExecutor) -> None:
+    """Only an agent sees how a process ends, so this one has a successor, which has been told whom to watch."""
+    epoch, known = executor.epoch, len(executor.incidents)
+    [agent] = supervisor_and_agents(executor)[1:]
+    pid = pid_of_actor(agent)
+    time.sleep(max(0.0, psutil.Process(pid).create_time() + 12.0 - time.time()))  # one that dies young has none
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: supervisor_and_agents(executor)[1:] not in ([], [agent]))
+    [successor] = supervisor_and_agents(executor)[1:]
+    until(lambda: pid_of_actor(successor) > 0)
+    for _ in range(10):
+        step(executor)
+        time.sleep(0.1)
+    assert (executor.epoch, len(executor.incidents)) == (epoch, known)
+    os.kill(pid_of(executor, 1), signal.SIGKILL)
+    cause = recovered(executor, epoch).cause
+    assert cause is not None
+    assert (cause.rank, cause.signal) == (1, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("idle", [True, False])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,20 +63,33 @@ class Node:
 
     async def _renew(self, *_: object) -> None:
         self.renewals += 1
+        if self._give is dead:
+            raise RayActorError
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.ensure_future(work))
+        return self.tasks[-1]
+
+    def heartbeats(self) -> Heartbeats:
+        return Heartbeats(
+            self.watch, Pulse(), SETTINGS, "me", lambda rank, text: self.refused.append((rank, text)), self.spawn
+        )
 
     async def run(self, seconds: float) -> None:
-        def spawn(work: Coroutine[Any, Any, None]) -> None:
-            self.tasks.append(asyncio.ensure_future(work))
-
-        beats = Heartbeats(
-            self.watch, Pulse(), SETTINGS, "me", lambda rank, text: self.refused.append((rank, text)), spawn
-        )
-        spawn(beats.of_node(self.members, self.agent))
+        self.heartbeats().of_node(self.members, self.agent)
         await asyncio.sleep(seconds)
+        await self.end()
+
+    async def end(self) -> None:
         for task in self.tasks:
             task.cancel()
         await asyncio.sleep(0.05)
         assert all(task.done() for task in self.tasks), "a task has outlived its cancellation"
+
+    def numbers(self, rank: int) -> list[int]:
+        """Of all beats to a worker, on either way, in order."""
+        direct = [number for of, number, _ in self.direct if of == rank]
+        return sorted([*direct, *(beats[rank].number for beats in self.beats if rank in beats)])
 
 
 class Remote:
@@ -117,14 +132,61 @@ def test_one_call_serves_all_and_says_which_answers_have_been_heard() -> None:
     assert (node.direct, node.refused) == ([], [])
 
 
-@pytest.mark.parametrize("give", [dead, stopped, broken])
-def test_past_a_useless_agent_the_workers_are_called_and_its_leases_kept(give: Give) -> None:
-    node = serve(give)
-    assert len(node.beats) == 1
+def test_past_a_dead_agent_the_workers_are_called() -> None:
+    node = serve(dead)
+    assert (len(node.beats), node.renewals) == (1, 1)
     assert {rank for rank, _, _ in node.direct} == {0, 1}
     of_first = [(number, heard) for rank, number, heard in node.direct if rank == 0]
     assert of_first[:3] == [(2, 0), (3, 2), (4, 3)], "numbers go on: none may stand for two answers"
-    assert node.renewals >= 2
+    assert len(of_first) > 5
+
+
+@pytest.mark.parametrize("give", [stopped, broken])
+def test_a_useless_agent_has_its_leases_kept_and_is_tried_again(give: Give) -> None:
+    """In between every worker is called, so that none is silent for long."""
+    node = serve(give, 1.5)
+    assert len(node.beats) > 2
+    assert node.renewals >= len(node.beats) - 1
+    for rank in range(2):
+        assert len(node.numbers(rank)) == len(set(node.numbers(rank))), "no number stands for two answers"
+        rounds = [beats[rank].number for beats in node.beats]
+        called = [number for of, number, _ in node.direct if of == rank]
+        for first, second in pairwise(rounds):
+            assert any(first < number < second for number in called)
+
+
+def test_an_agent_that_was_slow_once_is_asked_again() -> None:
+    count = itertools.count()
+
+    async def give(beats: Mapping[ProcessIdentity, Beat]) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        if next(count) == 3:
+            await asyncio.sleep(30)
+        return await all_answer(beats)
+
+    node = serve(give, 1.0)
+    assert len(node.beats) > 15
+    last_call = max(number for _, number, _ in node.direct)
+    assert node.beats[-1][0].number > last_call + 5, "and nobody calls the workers any more"
+    assert node.beats[-1][0].heard == node.beats[-1][0].number - 1
+
+
+def test_a_new_agent_takes_over_from_the_calls() -> None:
+    async def work() -> None:
+        old = Node(dead)
+        beats = old.heartbeats()
+        beats.of_node(old.members, old.agent)
+        await asyncio.sleep(0.2)
+        calls = len(old.direct)
+        assert calls > 5
+        new = Node(all_answer)
+        beats.of_node(old.members, new.agent)
+        await asyncio.sleep(0.3)
+        assert len(old.direct) <= calls + 2
+        assert len(new.beats) > 5
+        assert new.beats[0][0].number > max(number for _, number, _ in old.direct)
+        await old.end()
+
+    asyncio.run(work())
 
 
 def test_one_that_is_out_of_the_agents_reach_is_called_alone() -> None:
@@ -176,8 +238,8 @@ def test_a_cancellation_that_comes_with_an_answer_is_not_lost() -> None:
     async def work() -> None:
         for delay in range(12):
             node = Node(all_answer)
-            beats = Heartbeats(node.watch, Pulse(), SETTINGS, "me", lambda rank, text: None, lambda work: work.close())
-            task = asyncio.ensure_future(beats.of_node(node.members, node.agent))
+            node.heartbeats().of_node(node.members, node.agent)
+            [task] = node.tasks
             for _ in range(delay):  # one pass of the loop each: the cancellation meets every line
                 await asyncio.sleep(0)
             task.cancel()

@@ -1,0 +1,82 @@
+"""The node agents of one executor: made where they are needed, and known when they have died."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+#: One that has died sooner than so many seconds after it was made would do so again: the next one is made by whoever
+#: cannot do without, and not for watching alone.
+_BRIEF_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class _Agent:
+    handle: ActorHandle
+    #: Of a call that ends with the agent.
+    stay: Any
+    made_at: float
+
+
+class Agents:
+    """Handles of the agents, by node. Safe for several threads, and never waits.
+
+    Args:
+        make: starts an agent on a node.
+    """
+
+    def __init__(self, make: Callable[[str], ActorHandle]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._agents: dict[str, _Agent] = {}
+
+    def get(self, node_id: str) -> ActorHandle:
+        """The agent of a node; makes it if there is none."""
+        with self._lock:
+            if node_id not in self._agents:
+                handle = self._make(node_id)
+                self._agents[node_id] = _Agent(handle, handle.stay.remote(), time.monotonic())
+            return self._agents[node_id].handle
+
+    def drop(self, node_id: str, handle: ActorHandle | None = None) -> None:
+        """Forget the agent of a node, or this one of it: the next one who asks gets another."""
+        with self._lock:
+            agent = self._agents.get(node_id)
+            if agent is not None and handle in (None, agent.handle):
+                del self._agents[node_id]
+
+    def handles(self, nodes: Iterable[str] | None = None) -> dict[str, ActorHandle]:
+        """Node id -> agent, of all or of these nodes, as far as there are any."""
+        with self._lock:
+            wanted = self._agents if nodes is None else [node_id for node_id in nodes if node_id in self._agents]
+            return {node_id: self._agents[node_id].handle for node_id in wanted}
+
+    def take_dead(self) -> list[str]:
+        """Forget the agents that have died; returns the nodes that should have another one, without being asked."""
+        with self._lock:
+            stays = {agent.stay: (node_id, agent) for node_id, agent in self._agents.items()}
+        if not stays:
+            return []
+        dead, _ = ray.wait(list(stays), num_returns=len(stays), timeout=0)
+        bereft = []
+        for node_id, agent in (stays[stay] for stay in dead):
+            self.drop(node_id, agent.handle)
+            lasted_s = time.monotonic() - agent.made_at
+            logger.warning("the agent of node %s has died after %.0f s", node_id[:8], lasted_s)
+            if lasted_s >= _BRIEF_S:
+                bereft.append(node_id)
+        return bereft
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._agents.clear()
