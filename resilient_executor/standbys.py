@@ -23,11 +23,10 @@ import cloudpickle
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from resilient_executor.actors import actor_class
 from resilient_executor.config import EVERY_RANK, ExecutorConfig
-from resilient_executor.injection import ChaosWorkerActor
 from resilient_executor.placement import on_node, worker_options
-from resilient_executor.worker import CONCURRENCY_GROUPS, WorkerActor
-from resilient_executor.worker_group import process_of
+from resilient_executor.worker_group import process_of, worker_class
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -199,7 +198,8 @@ class Standbys:
         if config.device_key != "CPU":
             # A bundle on CPUs is reserved whoever runs in it; a device has a number, and only an actor in it is told.
             strategy = reservation.strategy(created_rank)
-            holder = ray.remote(**worker_options(config))(DeviceHolder).options(scheduling_strategy=strategy).remote()
+            options = worker_options(config)
+            holder = actor_class(DeviceHolder).options(**options, scheduling_strategy=strategy).remote()
             devices = holder.devices.remote()
         info = standby.handle.take_rank.remote(
             created_rank, config.lease_s, config.lease_grace_s, config.device_key, devices
@@ -277,14 +277,9 @@ class Standbys:
                 self._standbys.append(self._make(min(lacking, key=lambda node: present[node]), now))
 
     def _make(self, node_id: str, now: float) -> Standby:
-        remote = ray.remote(
-            num_cpus=0,
-            num_gpus=0,
-            max_restarts=0,
-            concurrency_groups=CONCURRENCY_GROUPS,
-            **self._config.ray_remote_args,
-        )(ChaosWorkerActor if self._config.allow_chaos else WorkerActor)
-        handle = remote.options(scheduling_strategy=on_node(node_id)).remote(UNRANKED)
+        options = {"num_cpus": 0, "num_gpus": 0, **self._config.ray_remote_args}
+        remote = worker_class(self._config).options(**options, scheduling_strategy=on_node(node_id))
+        handle = remote.remote(UNRANKED)
         prepared = handle.prepare.remote(
             self._variables,
             cloudpickle.dumps(self._config.worker),

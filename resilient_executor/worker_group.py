@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from resilient_executor import doorbell, measurements, ranks
+from resilient_executor.actors import actor_class
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.doorbell import BellPlan
 from resilient_executor.errors import RpcTimeout, WorkerStartError
@@ -40,6 +41,11 @@ logger = logging.getLogger(__name__)
 _call_ids = itertools.count()
 #: A wait looks this often, in seconds, whether its group has been given up meanwhile.
 _SLICE_S: Final = 0.25
+
+
+def worker_class(config: ExecutorConfig) -> Any:
+    """The class of actors that workers are, and standbys until they are workers."""
+    return actor_class(ChaosWorkerActor if config.allow_chaos else WorkerActor, tuple(CONCURRENCY_GROUPS.items()))
 
 
 @dataclass
@@ -74,12 +80,8 @@ class WorkerGroup:
         Returns:
             how many standbys were taken.
         """
-        remote = ray.remote(
-            **worker_options(self.config),
-            max_restarts=0,  # a restarted actor would be a stranger with an old name
-            concurrency_groups=CONCURRENCY_GROUPS,
-            **self.config.ray_remote_args,
-        )(ChaosWorkerActor if self.config.allow_chaos else WorkerActor)
+        remote = worker_class(self.config)
+        options = {**worker_options(self.config), **self.config.ray_remote_args}
         nodes = standbys.nodes_of(reservation) if standbys is not None else []
         taken = 0
         for created_rank in range(self.config.world_size):
@@ -93,7 +95,7 @@ class WorkerGroup:
                     continue
             strategy = reservation.strategy(created_rank)
             self.handles.append(
-                remote.options(scheduling_strategy=strategy).remote(
+                remote.options(**options, scheduling_strategy=strategy).remote(
                     created_rank, self.config.lease_s, self.config.lease_grace_s
                 )
             )

@@ -18,6 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
+from resilient_executor.actors import actor_class
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import ConfigError, ResilientExecutorError
 from resilient_executor.protocol import ProcessIdentity
@@ -125,7 +126,7 @@ class Supervision:
     def _make_supervisor(self) -> ActorHandle:
         # Named, so that the chaos kit finds it by the executor's; unique, because the one before may still be dying.
         name = f"{SUPERVISOR_PREFIX}{self._config.name}.{secrets.token_hex(4)}"
-        actor = self._make(SupervisorActor, self._node_id).options(name=name)
+        actor = self._make(SupervisorActor, self._node_id, name=name)
         return actor.remote(WatchSettings.from_config(self._config))
 
     def _charges(self) -> Charges:
@@ -135,12 +136,12 @@ class Supervision:
             neglected = time.monotonic() - self._heard_at > limit_s
             return Charges(self._epoch, self._members, self._agents.handles(), neglected)
 
-    def _make(self, cls: type, node_id: str) -> Any:
+    def _make(self, cls: type, node_id: str, **options: Any) -> Any:
         # Ray's own affinity strategy, not a placement group: these outlive the groups of all epochs.
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         # Ray keeps a record of each call and sends it to the cluster's head; these are too many, and of no interest.
-        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, "enable_task_events": False}
-        return ray.remote(scheduling_strategy=strategy, **options)(cls)
+        options |= {"num_cpus": 0, "max_concurrency": 1000, "enable_task_events": False}
+        return actor_class(cls).options(scheduling_strategy=strategy, **options)
 
     def be_on(self, nodes: Iterable[str]) -> None:
         """Have an agent on each of these nodes. Does not wait for them."""

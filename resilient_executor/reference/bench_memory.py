@@ -33,9 +33,10 @@ def measure_memory(
 
     process = psutil.Process()
 
-    def held() -> tuple[float, int, int]:
+    def held() -> tuple[float, int, int, float]:
         gc.collect()
-        return process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
+        memory = process.memory_info()
+        return memory.rss / 1e6, process.num_fds(), process.num_threads(), memory.shared / 1e6
 
     with ResilientExecutor(configure(WorkerSpec(EchoWorker))) as executor:
         _run(executor, _STEPS_BEFORE)
@@ -50,12 +51,17 @@ def measure_memory(
             _recover(executor, number)
             if number % 10 == 9:
                 now = held()
-                progress(f"{number + 1} recoveries: {now[0] - third[0]:+.2f} MB, {now[1] - third[1]:+d} descriptors")
+                progress(
+                    f"{number + 1} recoveries: {now[0] - third[0]:+.2f} MB, of it {now[3] - third[3]:+.2f} MB shared, "
+                    f"{now[1] - third[1]:+d} descriptors"
+                )
         fourth = held()
     return {
         f"driver_rss_growth_{_short(steps)}_steps_mb": second[0] - first[0],
         f"driver_fds_growth_{_short(steps)}_steps": second[1] - first[1],
         f"driver_rss_growth_{recoveries}_recoveries_mb": fourth[0] - third[0],
+        # What Ray keeps of the channels of dead epochs is in its object store: see docs/architecture.md.
+        f"driver_shared_growth_{recoveries}_recoveries_mb": fourth[3] - third[3],
         f"driver_fds_growth_{recoveries}_recoveries": fourth[1] - third[1],
         f"driver_threads_growth_{recoveries}_recoveries": fourth[2] - third[2],
     }
