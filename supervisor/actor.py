@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from resilient_executor.errors import brief
 from resilient_executor.processes import identify, take_ordinary_priority
@@ -204,6 +204,9 @@ class SupervisorActor:
         while epoch == self._epoch and known < len(ranks):
             try:
                 exits = await agent.exits.remote(list(ranks), known, 30.0)
+            except ActorUnavailableError:  # it lives, and may be back
+                await asyncio.sleep(self._interval_s)
+                continue
             except RayActorError:
                 return
             for process, status in exits[known:]:
@@ -219,11 +222,13 @@ class SupervisorActor:
     async def _links(self, epoch: int, here: str) -> None:
         """Look whether all nodes of the epoch see each other, and this one sees them."""
         ranks = {member.process.node_id: member for member in reversed(self._members.values())}
-        agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in {here, *ranks}}
+        agents: dict[str, ActorHandle] = {}
         peers: dict[str, tuple[str, int]] = {}
         history = links.LinkHistory()
         while epoch == self._epoch:
-            if len(peers) < len(agents):
+            before, wanted = agents, {here, *ranks}
+            agents = {node_id: agent for node_id, agent in self._agents.items() if node_id in wanted}
+            if agents != before or len(peers) < len(agents):
                 peers = await links.doors(agents)
             began = time.monotonic()
             for pair in history.note(*await links.look(here, agents, peers)):

@@ -6,17 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayError
 
 logger = logging.getLogger(__name__)
 
 #: One that has died sooner than so many seconds after it was made would do so again: the next one is made by whoever
 #: cannot do without, and not for watching alone.
 _BRIEF_S: Final = 10.0
+#: For an answer that is there, in seconds.
+_THERE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,15 @@ class Agents:
             stays = {agent.stay: (node_id, agent) for node_id, agent in self._agents.items()}
         if not stays:
             return []
-        dead, _ = ray.wait(list(stays), num_returns=len(stays), timeout=0)
+        ended, _ = ray.wait(list(stays), num_returns=len(stays), timeout=0)
         bereft = []
-        for node_id, agent in (stays[stay] for stay in dead):
+        for stay in ended:
+            node_id, agent = stays[stay]
+            if _is_unavailable(stay):
+                with self._lock:
+                    if self._agents.get(node_id) is agent:
+                        self._agents[node_id] = replace(agent, stay=agent.handle.stay.remote())
+                continue
             self.drop(node_id, agent.handle)
             lasted_s = time.monotonic() - agent.made_at
             logger.warning("the agent of node %s has died after %.0f s", node_id[:8], lasted_s)
@@ -80,3 +89,14 @@ class Agents:
         """Forget all."""
         with self._lock:
             self._agents.clear()
+
+
+def _is_unavailable(stay: Any) -> bool:
+    """Whether Ray has only lost sight of an agent: it lives, holds leases, and may be back."""
+    try:
+        ray.get(stay, timeout=_THERE_S)
+    except ActorUnavailableError:
+        return True
+    except RayError:
+        return False
+    return False

@@ -230,12 +230,15 @@ class Supervision:
                 self._stopping.wait(1.0)
                 continue
             self._heard_at = time.monotonic()
-            self._replace_agents()
             with self._lock:
                 fresh = findings[known:] if epoch == self._epoch else []
                 self._known += len(fresh)
             for finding in fresh:
                 self._on_finding(finding)
+            try:
+                self._replace_agents()
+            except Exception:
+                logger.exception("putting an agent in the place of a dead one failed")
 
     def _replace_agents(self) -> None:
         """Put new agents in the place of those that have died under their workers. Does not wait for them."""

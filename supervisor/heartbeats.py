@@ -8,10 +8,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from resilient_executor.errors import brief
 from resilient_executor.heart import Answer, Beat
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from resilient_executor.supervisor.actor import Member
 
 logger = logging.getLogger(__name__)
+
+#: Before an agent that has failed is asked for beats again, in seconds: a third of a lease, doubled up to this.
+_LONGEST_PAUSE_S: Final = 60.0
 
 
 class Heartbeats:
@@ -63,29 +66,38 @@ class Heartbeats:
         """Beats for one node's workers from now on, through this agent, which must also be kept from ending them.
 
         While the agent is slow, and when it has died, its workers are called one by one; so is one who does not answer
-        on this way, for good. The agent asks nobody again who owes it an answer: meanwhile the silence grows.
+        on this way, for good. The agent asks nobody again who owes it an answer: meanwhile the silence grows. The
+        successor of another agent begins as a slow one: it still starts.
         """
         node_id = members[0].process.node_id
         if (earlier := self._of_nodes.pop(node_id, None)) is not None:
             earlier.cancel()
-        self._of_nodes[node_id] = self._spawn(self._of_node(members, agent))
+        self._of_nodes[node_id] = self._spawn(self._of_node(members, agent, ready=earlier is None))
 
     def of_worker(self, member: Member) -> None:
         """Beats for one worker, by calls of Ray, one after the other."""
         self._of_workers[member.process] = self._spawn(self._of_worker(member))
 
-    async def _of_node(self, members: Sequence[Member], agent: ActorHandle) -> None:
-        wanted = [member.process for member in members]
-        quick = True
-        while quick:
-            for process in wanted:
-                if process not in self._unreachable and (call := self._of_workers.pop(process, None)) is not None:
-                    call.cancel()
-            await self._by_agent(members, agent)
+    def _is_reachable(self, member: Member) -> bool:
+        """Whether an agent can ask it."""
+        return member.process not in self._unreachable
+
+    async def _of_node(self, members: Sequence[Member], agent: ActorHandle, ready: bool) -> None:
+        pause_s = self._settings.lease_s / 3
+        while True:
+            if ready:
+                for member in members:
+                    call = self._of_workers.pop(member.process, None) if self._is_reachable(member) else None
+                    if call is not None:
+                        call.cancel()
+                await self._by_agent(members, agent)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             for member in members:
-                if member.process not in self._unreachable:
+                if self._is_reachable(member) and member.process not in self._of_workers:
                     self.of_worker(member)
-            quick = await self._answers_again(wanted, agent)
+            if not await self._answers_again(members, agent, pause_s):
+                return
+            ready = True
 
     async def _by_agent(self, members: Sequence[Member], agent: ActorHandle) -> None:
         """Beats through the agent, until it fails."""
@@ -96,7 +108,7 @@ class Heartbeats:
         number = max(self._sent[process] for process in wanted)
         while True:
             began, number = time.monotonic(), number + 1
-            left = {member.process: member for member in members if member.process not in self._unreachable}
+            left = {member.process: member for member in members if self._is_reachable(member)}
             for process in left:
                 self._sent[process] = number
             beats = {p: Beat(self._watch.epoch, self._grantor, number, self._answered[p]) for p in left}
@@ -127,21 +139,30 @@ class Heartbeats:
             else:
                 self.of_worker(asked[process])
 
-    async def _answers_again(self, wanted: Sequence[ProcessIdentity], agent: ActorHandle) -> bool:
-        """Wait until a slow agent is quick again, keeping it from ending anybody; False when it has died."""
+    async def _answers_again(self, members: Sequence[Member], agent: ActorHandle, pause_s: float) -> bool:
+        """Keep an agent from ending anybody, until it has died (False), or can be asked for beats again.
+
+        For that it must be quick, and every worker must have been heard without it: should it fail once more, that
+        costs one interval. It is asked again later each time.
+        """
         settings, took_s = self._settings, math.inf
-        while took_s > settings.heartbeat_interval_s / 2:
+        wanted = [member.process for member in members]
+        since, before = time.monotonic(), dict(self._sent)
+        while True:
             began = time.monotonic()
             try:
                 await agent.renew.remote(wanted, settings.lease_s, settings.lease_grace_s)
                 took_s = time.monotonic() - began
-            except RayActorError:
-                return False  # it ends nobody any more
-            except Exception as error:  # noqa: BLE001 - it may still end its workers, so it is told again
+            except RayActorError as error:
+                if not isinstance(error, ActorUnavailableError):  # that one may be back, and end them
+                    return False
+            except Exception as error:  # noqa: BLE001 - the same
                 logger.debug("an agent does not renew leases: %s", brief(error))
-            # Also before the way back: should beats be slow all the same, every worker has been heard in between.
             await asyncio.sleep(settings.lease_s / 3)
-        return True
+            reachable = [member.process for member in members if self._is_reachable(member)]
+            heard = all(self._answered[process] > before.get(process, 0) for process in reachable)
+            if heard and took_s <= settings.heartbeat_interval_s / 2 and time.monotonic() - since >= pause_s:
+                return True
 
     async def _of_worker(self, member: Member) -> None:
         process, interval_s = member.process, self._settings.heartbeat_interval_s

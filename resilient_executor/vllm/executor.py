@@ -303,8 +303,9 @@ class ResilientVllmExecutor(Executor):  # type: ignore[misc]  # vLLM is untyped 
     @property
     def max_concurrent_batches(self) -> int:
         """Steps that the engine keeps in flight (vLLM before 0.26 asks the executor)."""
-        parallel = self.vllm_config.parallel_config
-        return int(getattr(self.vllm_config, "max_concurrent_batches", parallel.pipeline_parallel_size))
+        stages = self.vllm_config.parallel_config.pipeline_parallel_size
+        ahead = 2 if stages == 1 and getattr(self.vllm_config.scheduler_config, "async_scheduling", False) else stages
+        return int(getattr(self.vllm_config, "max_concurrent_batches", ahead))
 
     @property
     def core(self) -> ResilientExecutor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOTHING: Final = nullcontext()
 #: The queues of waiting requests, in all supported versions.
 _QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")
 
@@ -47,8 +48,10 @@ class LossAware:
     #: Lost steps whose blocks have been given back before their (empty) output was seen.
     _steps_ahead = 0
     _quarantine: Quarantine | None = None
-    #: A trial is over, and nothing may run until the step that was planned ahead of that has come back.
+    #: A trial is over, and nothing may run until the steps that were planned before that have come back.
     _pausing = False
+    #: Steps with tokens that have been planned, and have not come back.
+    _underway = 0
     _trace_headers: TraceHeaders
 
     def add_request(self, request: Any) -> Any:
@@ -59,14 +62,16 @@ class LossAware:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """See vLLM; a request that is on trial runs alone."""
         suspect = self._quarantine.on_trial if self._quarantine is not None else None
-        if suspect is None and not self._pausing:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        with self._all_others_held(None if self._pausing else suspect):
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        held = suspect is not None or self._pausing
+        with self._all_others_held(None if self._pausing else suspect) if held else _NOTHING:
+            planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._underway += planned.total_num_scheduled_tokens > 0
+        return planned
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """See vLLM; a lost step first puts all requests back to their beginning."""
         convicted = None
+        self._underway -= scheduler_output.total_num_scheduled_tokens > 0
         if isinstance(model_runner_output, LostStepOutput):
             loss = model_runner_output.loss
             if loss.epoch > self._lost_epoch:
@@ -156,22 +161,25 @@ class LossAware:
         request = self._requests().get(suspect)
         if request is None or request.is_finished():
             quarantine.forget(suspect)
+            self._pausing = True
         elif quarantine.progressed(suspect, request.num_output_tokens):
             self._pausing = True
+        if self._pausing:
             self._end_pause()
         if quarantine.on_trial is None:
             logger.warning("all suspects are cleared")
 
     def _end_pause(self) -> None:
-        """Preempt who was on trial, unless a token of its own is on its way.
+        """Preempt who was on trial, unless a step is under way.
 
-        Such a token would be dropped by vLLM and sampled again, and the generator of a seeded request would have drawn
-        once too often: its workers live.
+        Its token would be dropped by vLLM and sampled again, and the generator of a seeded request would have drawn
+        once too often: its workers live. And if it kills them, the next one on trial must not be blamed for it.
         """
-        if any(getattr(request, "num_output_placeholders", 0) > 0 for request in self._requests().values()):
+        if self._underway > 0:
             return
         self._pausing = False
-        self.reset_prefix_cache(reset_running_requests=True)  # type: ignore[attr-defined]
+        if self.running:
+            self.reset_prefix_cache(reset_running_requests=True)  # type: ignore[attr-defined]
 
     def _fail(self, request_id: str, outputs: dict[int, Any]) -> None:
         """End a request with an error, and tell its client."""
