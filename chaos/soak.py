@@ -360,7 +360,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--history", type=Path, default=None)
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
-    history = options.history or options.json.with_suffix(".jsonl")
+    # Of its own: the next soak must not take the evidence of the last one away.
+    history = options.history or options.json.with_name(f"{options.json.stem}-{options.engine}-{seed}.jsonl")
     wanted = [Kind(kind) for kind in options.kinds.split(",") if kind]
     kinds = {kind: MIXTURE.get(kind, 1) for kind in wanted} or dict(MIXTURE)
     if options.engine == "vllm" and not wanted:  # an exception in a step is the end of vLLM's engine

@@ -35,12 +35,16 @@ from resilient_executor import (
 from resilient_executor.reference import WORKER
 from resilient_executor.reference.bench_memory import measure_memory
 from resilient_executor.reference.bench_outage import measure_outage, measure_standbys
-from resilient_executor.reference.bench_steps import EchoWorker, measure_step
+from resilient_executor.reference.bench_steps import EchoWorker, measure_step, own_graph
 
 #: Calls of the reference engine that new workers must get again.
 JOURNALLED: Final = dict.fromkeys(("determine_kv_capacity", "initialize_kv_cache"), RpcPolicy.JOURNAL)
 _TP: Final = 2
 _PP: Final = 2
+#: Before a step that finds everybody asleep, in seconds; how often the graphs take turns; steps that nobody times.
+_PAUSE_S: Final = 0.1
+_TURNS: Final = 6
+_STEPS_BEFORE: Final = 50
 _PARTS: Final = ("steps", "idle", "supervision", "memory", "detection", "outage", "standbys")
 
 
@@ -67,7 +71,11 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def measure_idle(wakes: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """CPU of workers and driver without a graph and with an idle one; and steps after a pause, over steps in a row."""
+    """CPU of workers and driver without a graph and with an idle one; and steps after a pause, over steps in a row.
+
+    The first step after a pause is slow in any case: nothing is in the processors' caches any more. So it is also
+    measured over a graph whose readers never sleep, in turns.
+    """
     import psutil  # of the test tools
 
     with ResilientExecutor(config_for(WorkerSpec(EchoWorker), eager_graph=False)) as executor:
@@ -76,23 +84,36 @@ def measure_idle(wakes: int, progress: Callable[[str], None]) -> dict[str, Any]:
         _run_through(executor)
         time.sleep(1.0)
         idle = _cores(processes) - without
-        row: list[float] = []
-        paused: list[float] = []
-        for number in range(wakes):
-            for samples, pause_s in ((paused, 0.1), (row, 0.0)):
-                time.sleep(pause_s)
-                began = time.perf_counter()
-                executor.execute_model(number)
-                executor.sample_tokens(None)
-                samples.append(time.perf_counter() - began)
-    usual = statistics.median(row)
-    wake = [(took - usual) * 1e3 for took in paused]
-    progress(f"idle: {idle:.3f} cores more than without a graph; waking p50 {statistics.median(wake):.2f} ms")
+        paused: dict[bool, list[float]] = {True: [], False: []}
+        row: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(_TURNS):
+            for parking in (True, False) if turn % 2 == 0 else (False, True):
+                with own_graph(executor, parking=parking) as step:
+                    for _ in range(_STEPS_BEFORE):
+                        step(0)
+                    for number in range(wakes // _TURNS):
+                        time.sleep(_PAUSE_S)
+                        for samples in (paused[parking], row[parking]):
+                            began = time.perf_counter()
+                            step(number)
+                            samples.append(time.perf_counter() - began)
+    wakes_ms = {
+        parking: [(took - statistics.median(row[parking])) * 1e3 for took in samples]
+        for parking, samples in paused.items()
+    }
+    medians = {parking: statistics.median(samples) for parking, samples in wakes_ms.items()}
+    progress(
+        f"idle: {idle:.3f} cores more than without a graph; a step after {_PAUSE_S:g} s takes {medians[True]:.2f} ms "
+        f"more than the next one, and {medians[False]:.2f} ms over a graph that spins"
+    )
     return {
         "idle_cores": idle,
         "idle_cores_without_graph": without,
-        "wake_p50_ms": statistics.median(wake),
-        "wake_p99_ms": quantile(wake, 0.99),
+        "wake_p50_ms": medians[True],
+        "wake_p99_ms": quantile(wakes_ms[True], 0.99),
+        "wake_spinning_p50_ms": medians[False],
+        "wake_spinning_p99_ms": quantile(wakes_ms[False], 0.99),
+        "wake_added_p50_ms": (statistics.median(paused[True]) - statistics.median(paused[False])) * 1e3,
     }
 
 
@@ -233,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     measure: dict[str, Callable[[], dict[str, Any]]] = {
         "steps": lambda: measure_step(config_for, options.rounds, options.steps, progress),
-        "idle": lambda: measure_idle(100, progress),
+        "idle": lambda: measure_idle(120, progress),
         "supervision": lambda: measure_supervision(progress),
         "memory": lambda: measure_memory(config_for, 10_000, options.recoveries, progress),
         "detection": lambda: measure_detection(options.kills, progress),
