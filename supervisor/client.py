@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from resilient_executor.actors import actor_class
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import ConfigError, ResilientExecutorError
+from resilient_executor.processes import vitals
 from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor import links
 from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
@@ -42,6 +43,8 @@ _POLL_S: Final = 1.0
 SUPERVISOR_PREFIX: Final = "resilient-executor.supervisor."
 #: What a call may take beyond the time that the callee was given.
 _GRACE_S: Final = 5.0
+#: A supervisor that runs, and gives no answer for so many seconds, is replaced all the same.
+_SLOW_S: Final = 60.0
 
 
 class SupervisorUnreachable(ResilientExecutorError):
@@ -219,8 +222,8 @@ class Supervision:
                 assert supervisor is not None
                 call = supervisor.findings.remote(epoch, known, _POLL_S, self._awaited(epoch))
                 findings = ray.get(call, timeout=_POLL_S + _GRACE_S)
-            except (RayError, GetTimeoutError):
-                if not self._stopping.is_set():
+            except (RayError, GetTimeoutError) as error:
+                if not (self._stopping.is_set() or (isinstance(error, GetTimeoutError) and self._is_slow())):
                     self._recover_supervisor(supervisor)
                 continue
             except Exception:
@@ -251,6 +254,11 @@ class Supervision:
             agent.watch.remote(local)
             if supervisor is not None:
                 supervisor.take_agent.remote(epoch, node_id, agent)
+
+    def _is_slow(self) -> bool:
+        """Whether a silent supervisor waits for a processor: another one would wait, too. The stand-in beats for it."""
+        seen = vitals(self._supervisor_process) if self._supervisor_process is not None else None
+        return seen is not None and seen.runnable and time.monotonic() - self._heard_at < _SLOW_S
 
     def _recover_supervisor(self, lost: ActorHandle | None) -> None:
         self._replace(lost)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -245,6 +247,39 @@ def test_the_supervisor_is_replaced_and_nothing_is_lost(executor: ResilientExecu
     assert executor.epoch == epoch
     os.kill(pid_of(executor, 0), signal.SIGKILL)  # the new one watches
     assert recovered(executor, epoch).epoch == epoch
+
+
+def test_a_supervisor_that_gets_no_processor_is_not_replaced(executor: ResilientExecutor) -> None:
+    """F4, among the watchmen: it is slow because the machine is full, and its successor would be slower still."""
+    epoch, known = executor.epoch, len(executor.incidents)
+    supervision = executor._supervision
+    assert supervision is not None
+    supervisor = supervisor_and_agents(executor)[0]
+    cpus = os.sched_getaffinity(0)
+    cpu = min(cpus)
+    threads = [int(tid) for tid in os.listdir(f"/proc/{pid_of_actor(supervisor)}/task")]
+    code = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    try:
+        for thread in threads:
+            os.sched_setaffinity(thread, {cpu})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        longest, until_s = 0.0, time.monotonic() + 16.0
+        while time.monotonic() < until_s:
+            step(executor)
+            longest = max(longest, time.monotonic() - supervision._heard_at)
+            time.sleep(0.05)
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+        for thread in threads:
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            os.sched_setaffinity(thread, cpus)
+    assert longest > 7.0, "it was not starved, so nothing is shown"
+    until(lambda: is_healthy(executor))
+    assert supervisor_and_agents(executor)[0] == supervisor
+    assert (executor.epoch, len(executor.incidents)) == (epoch, known)
 
 
 def check_until_unhealthy(executor: ResilientExecutor, timeout_s: float = 5.0) -> None:
