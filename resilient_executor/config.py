@@ -309,6 +309,7 @@ class ExecutorConfig:
                     f"(0 to {count - 1})"
                 )
         reserved = {"num_cpus", "num_gpus", "resources", "scheduling_strategy", "max_restarts", "concurrency_groups"}
+        reserved.add("enable_tensor_transport")  # of the class, which all executors share
         if clash := reserved & set(self.ray_remote_args):
             raise ConfigError(f"ray_remote_args must not set {sorted(clash)}: the executor sets them itself")
 

@@ -22,7 +22,7 @@ def check_health(
     try:
         result = supervision.examine(generation.epoch, timeout_s)
     except SupervisorUnreachable as error:
-        raise ExecutorUnhealthy(f"{error}; it is being replaced") from error
+        raise ExecutorUnhealthy(f"{error}; one that has died or is stopped is being replaced") from error
     for finding in result.findings:
         overseer.on_finding(finding)
     for rank, text in result.dead.items():

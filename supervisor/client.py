@@ -7,6 +7,7 @@ that a restart would lose is kept in them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
@@ -48,7 +49,7 @@ _SLOW_S: Final = 60.0
 
 
 class SupervisorUnreachable(ResilientExecutorError):
-    """The supervisor did not answer; it is being replaced."""
+    """The supervisor did not answer. If it has died, or is stopped, it is being replaced."""
 
 
 class Supervision:
@@ -80,7 +81,8 @@ class Supervision:
         self._stopping = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="resilient-executor-listen", daemon=True)
         self._supervisor_process: ProcessIdentity | None = None
-        self._heard_at = 0.0
+        #: When the supervisor was last heard; and when it was made, or told of an epoch: it is not silent for longer.
+        self._heard_at = self._expected_at = 0.0
         self._stand_in = StandIn(config, self._charges, self._stopping)
         self._nodes = NodeWatch(self._on_node, self._fence_soon, self._stopping)
         #: Whether the executor could be placed without these nodes; a drained node is left, and one that nobody
@@ -129,6 +131,7 @@ class Supervision:
     def _make_supervisor(self) -> ActorHandle:
         # Named, so that the chaos kit finds it by the executor's; unique, because the one before may still be dying.
         name = f"{SUPERVISOR_PREFIX}{self._config.name}.{secrets.token_hex(4)}"
+        self._expected_at = time.monotonic()
         actor = self._make(SupervisorActor, self._node_id, name=name)
         return actor.remote(WatchSettings.from_config(self._config))
 
@@ -157,6 +160,7 @@ class Supervision:
         """Have these workers watched from now on, instead of all earlier ones. Waits until they are."""
         with self._lock:
             self._epoch, self._members, self._known = epoch, tuple(members), 0
+            self._expected_at = time.monotonic()
         by_node: dict[str, list[ProcessIdentity]] = {}
         for member in members:
             by_node.setdefault(member.process.node_id, []).append(member.process)
@@ -257,8 +261,14 @@ class Supervision:
 
     def _is_slow(self) -> bool:
         """Whether a silent supervisor waits for a processor: another one would wait, too. The stand-in beats for it."""
-        seen = vitals(self._supervisor_process) if self._supervisor_process is not None else None
-        return seen is not None and seen.runnable and time.monotonic() - self._heard_at < _SLOW_S
+        with self._lock:
+            process, since = self._supervisor_process, max(self._heard_at, self._expected_at)
+        if time.monotonic() - since > _SLOW_S:
+            return False
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            seen = vitals(process) if process is not None else None
+            return process is None or (seen is not None and seen.runnable)  # None: it has not come up yet
+        return False
 
     def _recover_supervisor(self, lost: ActorHandle | None) -> None:
         self._replace(lost)
@@ -274,7 +284,7 @@ class Supervision:
         """Ask every worker of ``epoch`` through the supervisor, now.
 
         Raises:
-            SupervisorUnreachable: no answer from the supervisor itself; a new one is on its way.
+            SupervisorUnreachable: no answer from the supervisor itself; if it is lost, a new one is on its way.
         """
         supervisor = self._supervisor
         try:

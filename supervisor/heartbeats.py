@@ -130,6 +130,8 @@ class Heartbeats:
         now = time.monotonic()
         for process, answer in answers.items():
             if answer.progress is not None:
+                if answer.number <= self._answered[process]:
+                    continue  # the agent has kept it since before the calls of Ray: it says nothing of now
                 self._answered[process] = answer.number
                 self._heard(answer.progress, now, now - over_s + answer.trip_s)
                 continue
@@ -142,14 +144,13 @@ class Heartbeats:
     async def _answers_again(self, members: Sequence[Member], agent: ActorHandle, pause_s: float) -> bool:
         """Keep an agent from ending anybody, until it has died (False), or can be asked for beats again.
 
-        For that it must be quick, and every worker must have been heard without it: should it fail once more, that
-        costs one interval. It is asked again later each time.
+        For that it must be quick, and every worker must just have been heard without it: should it fail once more, they
+        are silent until the next call. It is asked again later each time.
         """
-        settings, took_s = self._settings, math.inf
+        settings, since = self._settings, time.monotonic()
         wanted = [member.process for member in members]
-        since, before = time.monotonic(), dict(self._sent)
         while True:
-            began = time.monotonic()
+            began, took_s, before = time.monotonic(), math.inf, Counter(self._answered)
             try:
                 await agent.renew.remote(wanted, settings.lease_s, settings.lease_grace_s)
                 took_s = time.monotonic() - began
@@ -160,7 +161,7 @@ class Heartbeats:
                 logger.debug("an agent does not renew leases: %s", brief(error))
             await asyncio.sleep(settings.lease_s / 3)
             reachable = [member.process for member in members if self._is_reachable(member)]
-            heard = all(self._answered[process] > before.get(process, 0) for process in reachable)
+            heard = all(self._answered[process] > before[process] for process in reachable)
             if heard and took_s <= settings.heartbeat_interval_s / 2 and time.monotonic() - since >= pause_s:
                 return True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +35,26 @@ _NOTHING: Final = nullcontext()
 _QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")
 
 
+class Underway:
+    """Steps that have been planned and have not come back. They come back in order; a step that raised never does."""
+
+    def __init__(self) -> None:
+        self._steps: deque[SchedulerOutput] = deque()
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """It goes to the workers."""
+        self._steps.append(step)
+
+    def end(self, step: SchedulerOutput) -> None:
+        """It has come back; earlier ones that have not are never coming."""
+        while self._steps and self._steps.popleft() is not step:
+            pass
+
+    def __bool__(self) -> bool:
+        """Whether there are any that have tokens."""
+        return any(step.total_num_scheduled_tokens > 0 for step in self._steps)
+
+
 class LossAware:
     """Goes in front of a vLLM scheduler class."""
 
@@ -50,9 +71,12 @@ class LossAware:
     _quarantine: Quarantine | None = None
     #: A trial is over, and nothing may run until the steps that were planned before that have come back.
     _pausing = False
-    #: Steps with tokens that have been planned, and have not come back.
-    _underway = 0
+    _underway: Underway
     _trace_headers: TraceHeaders
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._underway = Underway()
+        super().__init__(*args, **kwargs)
 
     def add_request(self, request: Any) -> Any:
         """See vLLM; its trace is noted, for the links of its steps."""
@@ -65,13 +89,13 @@ class LossAware:
         held = suspect is not None or self._pausing
         with self._all_others_held(None if self._pausing else suspect) if held else _NOTHING:
             planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._underway += planned.total_num_scheduled_tokens > 0
+        self._underway.begin(planned)
         return planned
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """See vLLM; a lost step first puts all requests back to their beginning."""
         convicted = None
-        self._underway -= scheduler_output.total_num_scheduled_tokens > 0
+        self._underway.end(scheduler_output)
         if isinstance(model_runner_output, LostStepOutput):
             loss = model_runner_output.loss
             if loss.epoch > self._lost_epoch:
@@ -175,7 +199,7 @@ class LossAware:
         Its token would be dropped by vLLM and sampled again, and the generator of a seeded request would have drawn
         once too often: its workers live. And if it kills them, the next one on trial must not be blamed for it.
         """
-        if self._underway > 0:
+        if self._underway:
             return
         self._pausing = False
         if self.running:

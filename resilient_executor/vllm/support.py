@@ -35,5 +35,10 @@ def refuse_what_cannot_survive(config: Any, settings: VllmSettings) -> None:
         )
     if getattr(parallel, "enable_elastic_ep", False):
         raise ConfigError("elastic expert parallelism changes the workers of a running engine and is not supported")
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "enable_fault_tolerance drops steps and aborts requests when a worker fails; this executor keeps requests. "
+            "Leave it off"
+        )
     if parallel.nnodes > 1 and not parallel.use_ray:
         raise ConfigError("nnodes belongs to vLLM's multiprocessing backend; Ray knows the nodes of its cluster")

@@ -176,6 +176,24 @@ def test_an_agent_that_was_slow_once_is_asked_again() -> None:
     assert node.beats[-1][0].heard == node.beats[-1][0].number - 1
 
 
+def test_an_answer_that_the_agent_has_kept_says_nothing_of_now() -> None:
+    """It came too late for its own call; then the workers were called, and one of them froze."""
+
+    async def give(beats: Mapping[ProcessIdentity, Beat]) -> tuple[float, dict[ProcessIdentity, Answer]]:
+        took_s, answers = await all_answer(beats)
+        if next(count) > 2:
+            frozen = next(process for process in answers if process.pid == 101)
+            answers[frozen] = Answer(1, "me", progress(1))
+        return took_s, answers
+
+    count = itertools.count()
+    node = serve(give)
+    assert max(beats[1].heard for beats in node.beats) == 3, "nor does the count go back"
+    assert node.beats[-1][1].heard == 3
+    assert node.watch.silence_s(1, time.monotonic()) > 0.3
+    assert node.watch.silence_s(0, time.monotonic()) < 0.2
+
+
 def test_a_new_agent_takes_over_from_the_calls() -> None:
     async def work() -> None:
         old = Node(dead)

@@ -7,6 +7,7 @@ batch queue and the runner's own path are vLLM's; only streams and events of CUD
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_features import greedy
 from test_mixture import ENGINE, everything_at_once
 
 from resilient_executor.vllm import ResilientVllmExecutor
+from resilient_executor.vllm.scheduler import Underway
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,6 +40,20 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def asynchronous(**arguments: Any) -> Any:
     return offline(worker_extension_cls="cuda_on_cpu.Streams", **arguments)
+
+
+def test_a_step_that_never_comes_back_is_not_waited_for() -> None:
+    """It raised, and the engine went on: a pause for the steps under way must end all the same."""
+    first, second, empty = (SimpleNamespace(total_num_scheduled_tokens=tokens) for tokens in (4, 4, 0))
+    underway = Underway()
+    assert not underway
+    underway.begin(first)
+    underway.begin(second)
+    assert underway
+    underway.end(second)
+    assert not underway
+    underway.begin(empty)
+    assert not underway, "a step without tokens draws nothing"
 
 
 @pytest.mark.long
