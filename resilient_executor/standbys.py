@@ -307,8 +307,8 @@ class Standbys:
                 return
             # The next one would meet it again, and so would an ordinary start, which reports it in full.
             cause = " ".join(str(error.cause or error).split())[:300]
-            self._off = cause
             logger.warning("no warm standbys: the worker's class cannot be imported ahead: %s", cause)
+            self._off = cause
             for one in self._standbys:
                 self._discard(one)
             self._standbys.clear()

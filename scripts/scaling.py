@@ -390,9 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ResilientExecutorError as error:
             print(f"an executor of {size} workers: {error}", file=sys.stderr)
             return 1
-        finally:
-            if real_rows:
-                show("real executors of workers that do nothing", real_rows)
+        show("real executors of workers that do nothing", real_rows)
         write()
     return 0
 

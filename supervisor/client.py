@@ -85,8 +85,7 @@ class Supervision:
         self._heard_at = self._expected_at = 0.0
         self._stand_in = StandIn(config, self._charges, self._stopping)
         self._nodes = NodeWatch(self._on_node, self._fence_soon, self._stopping)
-        #: Whether the executor could be placed without these nodes; a drained node is left, and one that nobody
-        #: reaches is given up, only then.
+        #: Whether the executor could be placed without these nodes; only then is one left, or given up.
         self.can_do_without: Callable[[frozenset[str]], bool] = lambda nodes: False
         self._news: News | None = None
         #: Where the endpoint listens, once it does; a new supervisor takes the same port.
@@ -194,9 +193,9 @@ class Supervision:
             logger.warning("the supervisor is gone; starting a new one for epoch %d", self._epoch)
             if lost is not None:
                 ray.kill(lost, no_restart=True)
-            if self._supervisor_process is not None:  # stopped, it would outlive Ray's kill, and perhaps all of us
-                self.kill(self._supervisor_process)
-                self._supervisor_process = None
+            if (process := self._supervisor_process) is not None:  # stopped, it would outlive Ray's kill
+                self.kill(process)
+            self._supervisor_process = None
             self._supervisor = self._make_supervisor()
             self._known = 0
             if self._status_port is not None:
@@ -303,8 +302,7 @@ class Supervision:
         supervisor = self._supervisor
         if supervisor is None:
             return {}
-        answer: dict[int, tuple[list[float], float, float]] = ray.get(supervisor.pulse.remote(), timeout=timeout_s)
-        return answer
+        return ray.get(supervisor.pulse.remote(), timeout=timeout_s)  # type: ignore[no-any-return]  # Ray has no types
 
     def fence(self, processes: Sequence[ProcessIdentity]) -> list[Fenced]:
         """Kill processes on their nodes and have it proven, at most ``fence_timeout_s`` for all nodes together.
