@@ -50,12 +50,14 @@ class Agents:
                 self._agents[node_id] = _Agent(handle, handle.stay.remote(), time.monotonic())
             return self._agents[node_id].handle
 
-    def drop(self, node_id: str, handle: ActorHandle | None = None) -> None:
-        """Forget the agent of a node, or this one of it: the next one who asks gets another."""
+    def drop(self, node_id: str, handle: ActorHandle | None = None) -> bool:
+        """Forget the agent of a node, or this one of it: the next one who asks gets another. Returns whether it was."""
         with self._lock:
             agent = self._agents.get(node_id)
-            if agent is not None and handle in (None, agent.handle):
+            known = agent is not None and handle in (None, agent.handle)
+            if known:
                 del self._agents[node_id]
+            return known
 
     def handles(self, nodes: Iterable[str] | None = None) -> dict[str, ActorHandle]:
         """Node id -> agent, of all or of these nodes, as far as there are any."""
@@ -78,7 +80,8 @@ class Agents:
                     if self._agents.get(node_id) is agent:
                         self._agents[node_id] = replace(agent, stay=agent.handle.stay.remote())
                 continue
-            self.drop(node_id, agent.handle)
+            if not self.drop(node_id, agent.handle):
+                continue  # somebody has noticed before, and perhaps made another
             lasted_s = time.monotonic() - agent.made_at
             logger.warning("the agent of node %s has died after %.0f s", node_id[:8], lasted_s)
             if lasted_s >= _BRIEF_S:

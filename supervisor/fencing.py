@@ -41,7 +41,7 @@ class Fencing:
         self,
         nodes: NodeWatch,
         agent: Callable[[str], ActorHandle],
-        drop: Callable[[str, ActorHandle], None],
+        drop: Callable[[str, ActorHandle], object],
         config: ExecutorConfig,
         here: str,
     ) -> None:
