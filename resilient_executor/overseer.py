@@ -20,7 +20,7 @@ from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
 from resilient_executor.protocol import Progress
 from resilient_executor.recovery import Recovery
 from resilient_executor.supervisor.actor import Examination, Finding
-from resilient_executor.supervisor.client import Supervision, SupervisorUnreachable
+from resilient_executor.supervisor.client import SLOW_S, Supervision, SupervisorUnreachable
 from resilient_executor.supervisor.incidents import SUPERVISOR, CauseKind, Evidence, RankExit
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 HOLD_S: Final = 2.0
 #: Between two looks at whether a group has come back into step.
 _SETTLE_LOOK_S: Final = 0.02
-#: Time in which the supervisor answers nothing does not count for that, as far as it is not longer than this.
-_UNANSWERED_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ class Overseer:
         """See whether the peers of a rank that raised come back into step; if they do not, rebuild."""
         generation = work.generation
         deadline = time.monotonic() + self._config.settle_timeout_s
-        last = deadline + _UNANSWERED_S
+        last = deadline + SLOW_S
         late: list[int] = []
         while time.monotonic() < deadline:
             asked = time.monotonic()
@@ -253,7 +251,7 @@ class Overseer:
                 if not late:
                     self._judge_settled(work, result)
                     return
-            else:  # a supervisor that is slow, or replaced, is no fault of the workers
+            else:  # a supervisor that is slow, or replaced, is no fault of the workers: that time does not count
                 deadline = min(last, deadline + time.monotonic() - asked)
             time.sleep(_SETTLE_LOOK_S)
         what = f"step {work.step_id}" if work.step_id >= 0 else "a collective RPC"

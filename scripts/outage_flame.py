@@ -23,21 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from resilient_executor import ResilientExecutor, WorkerSpec
+from resilient_executor.reference.bench_outage import _await_standbys
 
-#: For py-spy to attach and to write, and for an engine to be ready, in seconds.
-_ATTACH_S, _WRITE_S, _READY_S = 3.0, 60.0, 180.0
+#: For py-spy to attach and to write, in seconds.
+_ATTACH_S, _WRITE_S = 3.0, 60.0
 _RATE = 200
 
 
 @contextmanager
 def reference(standbys: bool) -> Iterator[tuple[ResilientExecutor, Callable[[], object]]]:
     """The reference engine, PP=2 x TP=2, and a way to have it generate for a while."""
+    from resilient_executor.reference import WORKER
     from resilient_executor.reference.bench import config_for
     from resilient_executor.reference.engine import ReferenceEngine
     from resilient_executor.reference.request import SamplingParams
 
-    spec = WorkerSpec("resilient_executor.reference.worker:ReferenceWorker")
-    with ResilientExecutor(config_for(spec, warm_standbys="every_rank" if standbys else 0)) as executor:
+    with ResilientExecutor(config_for(WorkerSpec(WORKER), warm_standbys="every_rank" if standbys else 0)) as executor:
         engine = ReferenceEngine(executor)
 
         def generate() -> None:
@@ -51,25 +52,15 @@ def reference(standbys: bool) -> Iterator[tuple[ResilientExecutor, Callable[[], 
 @contextmanager
 def vllm(standbys: bool) -> Iterator[tuple[ResilientExecutor, Callable[[], object]]]:
     """vLLM, TP=2."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     from resilient_executor.vllm import bench
 
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **bench._MACHINE}
     llm: Any = bench._engine("ours", "tp2", warm_standbys="every_rank" if standbys else 0)
     core = llm.llm_engine.engine_core.engine_core.model_executor.core
     try:
         yield core, lambda: bench._generate(llm)
     finally:
         core.shutdown()
-
-
-def await_standbys(executor: ResilientExecutor) -> None:
-    """Wait until there is a standby for each rank."""
-    deadline = time.monotonic() + _READY_S
-    while executor.standbys["ready"] < len(executor.workers):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"no standbys within {_READY_S:g} s: {executor.standbys}")
-        time.sleep(0.1)
 
 
 def main() -> None:
@@ -85,7 +76,7 @@ def main() -> None:
     with {"reference": reference, "vllm": vllm}[options.engine](options.standbys) as (executor, generate):
         generate()
         if options.standbys:
-            await_standbys(executor)
+            _await_standbys(executor, len(executor.workers))
         command = [spy, "record", "--pid", str(os.getpid()), "--subprocesses", "--nonblocking", "--rate", str(_RATE)]
         recorder = subprocess.Popen([*command, "--output", str(options.svg)], stdout=subprocess.DEVNULL)
         try:

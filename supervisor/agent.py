@@ -75,7 +75,7 @@ class NodeAgent:
 
     async def stay(self) -> None:
         """Return never: whoever calls learns when this agent has died."""
-        await asyncio.Event().wait()
+        await asyncio.Event().wait()  # without a bound, on purpose: it ends with the process, and that is the news
 
     async def watch(self, processes: Sequence[ProcessIdentity]) -> None:
         """Watch these from now on, beside those watched already."""

