@@ -120,9 +120,17 @@ class Lifecycle:
         return self.current.epoch if self.current is not None else 0
 
     def move(
-        self, state: ExecutorState, *, serving: Generation | None = None, failure: ExecutorFailed | None = None
+        self,
+        state: ExecutorState,
+        *,
+        serving: Generation | None = None,
+        failure: ExecutorFailed | None = None,
+        first: Callable[[], object] = bool,
     ) -> bool:
         """Enter a state; everyone who waits looks again. The final states are never left.
+
+        ``first`` is called when the state will be entered, before anybody sees it: an incident is open before its
+        RECOVERING, and closed before the HEALTHY that ends it.
 
         Returns:
             whether the state was entered.
@@ -132,6 +140,7 @@ class Lifecycle:
                 return False
             if serving is not None and serving.condemned:
                 return False
+            first()
             before, self._state = self._state, state
             self.serving = serving
             self._failure = failure or self._failure
@@ -173,10 +182,10 @@ class Lifecycle:
 
     # -- incidents and events ---------------------------------------------------------------------------------------
 
-    def open_incident(self, epoch: int) -> Incident:
-        """Start an incident."""
+    def open_incident(self, epoch: int, detected_at: float) -> Incident:
+        """Start an incident, seen first at ``detected_at``, seconds since the Unix epoch."""
         self.incident_count += 1
-        incident = Incident(number=self.incident_count, epoch=epoch, detected_at=time.time())
+        incident = Incident(number=self.incident_count, epoch=epoch, detected_at=detected_at)
         self.incidents.append(incident)
         return incident
 

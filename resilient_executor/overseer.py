@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from resilient_executor.config import ExecutorConfig
@@ -21,7 +22,7 @@ from resilient_executor.protocol import Progress
 from resilient_executor.recovery import Recovery
 from resilient_executor.supervisor.actor import Examination, Finding
 from resilient_executor.supervisor.client import SLOW_S, Supervision, SupervisorUnreachable
-from resilient_executor.supervisor.incidents import SUPERVISOR, CauseKind, Evidence, RankExit
+from resilient_executor.supervisor.incidents import SUPERVISOR, CauseKind, Evidence, Incident, RankExit
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +83,14 @@ class Overseer:
 
     # -- verdicts ---------------------------------------------------------------------------------------------------
 
-    def _commit(self, generation: Generation) -> bool:
-        """Put a built generation into service, unless it has been condemned on the way."""
+    def _commit(self, generation: Generation, ends: Incident | None = None) -> bool:
+        """Put a built generation into service, unless it has been condemned on the way; that ends the incident."""
         with self._lock:
             if generation.condemned:
                 return False
             generation.served = True
-            return self._lifecycle.move(ExecutorState.HEALTHY, serving=generation)
+            close = partial(ends.resolve, "recovered", time.time()) if ends is not None else bool
+            return self._lifecycle.move(ExecutorState.HEALTHY, serving=generation, first=close)
 
     def condemn(self, generation: Generation, evidence: Evidence, own_exit: RankExit | None = None) -> None:
         """End an epoch: from here on, nothing of it is believed. What else is known of its end is kept, too."""
@@ -109,8 +111,16 @@ class Overseer:
                 generation.group.abandoned = f"the epoch was given up ({evidence.text})"
             if generation.pipeline is not None:
                 generation.pipeline.condemn(None)
-            if generation.served and self._lifecycle.move(ExecutorState.RECOVERING):
+            if generation.served and self._lifecycle.move(
+                ExecutorState.RECOVERING, first=partial(self._open_incident, generation)
+            ):
                 self._work.put(_Rebuild(generation))
+
+    def _open_incident(self, dead: Generation) -> None:
+        incident = dead.incident = self._lifecycle.open_incident(dead.epoch, dead.evidence[0].at)
+        for evidence in dead.evidence:
+            incident.add(evidence)
+        incident.report = dead.report
 
     def _note_doing(self, generation: Generation) -> None:
         step = generation.pipeline.oldest_step if generation.pipeline is not None else -1
@@ -220,18 +230,12 @@ class Overseer:
 
     def _rebuild(self, dead: Generation) -> None:
         assert self._recovery is not None
-        incident = self._lifecycle.open_incident(dead.epoch)
-        with self._lock:
-            incident.detected_at = dead.evidence[0].at if dead.evidence else incident.detected_at
-            for evidence in dead.evidence:
-                incident.add(evidence)
-            incident.report = dead.report
-            dead.incident = incident
+        incident = dead.incident
+        assert incident is not None  # opened with the verdict that has queued this
         if dead.pipeline is not None:
             dead.pipeline.incident = incident
         self._lifecycle.emit("incident", incident=incident)
         if self._recovery.recover(dead, incident, self, self._commit):
-            incident.resolve("recovered", time.time())
             logger.warning("%s", incident.headline())
             self._lifecycle.emit("recovered", duration_s=incident.duration_s or 0.0, incident=incident)
 

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 #: Errors of a start that the next attempt would meet again.
 _NO_ATTEMPT_CAN_SUCCEED: Final = (ConfigError, DependencyError, ExecutorStopped, TopologyError)
 
+Commit = Callable[[Generation, "Incident | None"], bool]
+
 
 class FenceError(ResilientExecutorError):
     """A process of an old epoch could not be proven gone; its device must not be used again."""
@@ -108,12 +110,13 @@ class Recovery:
 
     # -- the two ways to a serving generation -----------------------------------------------------------------------
 
-    def start(self, judge: Judge, commit: Callable[[Generation], bool]) -> None:
+    def start(self, judge: Judge, commit: Commit) -> None:
         """Build the first generation; a failed attempt is repeated ``start_attempts`` times in all.
 
         Args:
             judge: for the generation's pipeline.
-            commit: puts a built generation into service; returns False if it has been condemned meanwhile.
+            commit: puts a built generation into service, which ends the incident, if there is one; returns False if
+                the generation has been condemned meanwhile.
 
         Raises:
             StartupError: every attempt failed; ``__cause__`` is the last failure.
@@ -123,7 +126,7 @@ class Recovery:
         def attempt() -> None:
             old = self._lifecycle.current
             generation = self._build(old, judge, None)
-            if not commit(generation):
+            if not commit(generation, None):
                 raise WorkerStartError("a worker died right after the start", phase="serve")
 
         retrying = tenacity.Retrying(
@@ -152,7 +155,7 @@ class Recovery:
             group = current.group
             self.standbys.serve([info.process.node_id for info in group.infos], group.handles[0])
 
-    def recover(self, dead: Generation, incident: Incident, judge: Judge, commit: Callable[[Generation], bool]) -> bool:
+    def recover(self, dead: Generation, incident: Incident, judge: Judge, commit: Commit) -> bool:
         """Replace a dead generation, however many attempts the budget allows.
 
         Returns:
@@ -173,7 +176,7 @@ class Recovery:
                     self._sites.look_for_cuts(old.group.infos)
                 self._pause(decision.pause_s)
                 generation = self._build(old, judge, incident)
-                if commit(generation):
+                if commit(generation, incident):
                     self._in_service()
                     return True
                 old = generation

@@ -85,7 +85,6 @@ def test_standbys_take_the_place_of_the_dead(
         assert tokens(engine) == undisturbed
         assert executor.epoch == before + 1
         assert {worker.process.pid for worker in executor.workers} == set(waiting)
-        within(5.0, lambda: executor.incidents[-1].outcome != "open", "it ends a moment after the service is back")
         incident = executor.incidents[-1]
         assert incident.standbys == 2
         assert "2 ranks from warm standbys" in incident.headline()

@@ -87,6 +87,21 @@ def recovered(executor: ResilientExecutor, epoch: int) -> Incident:
     return incident
 
 
+def test_state_and_incident_tell_one_story(executor: ResilientExecutor) -> None:
+    """Whoever sees RECOVERING finds an incident, and whoever sees that it serves again finds it closed."""
+    for rank in range(2):
+        known, deadline = len(executor.incidents), time.monotonic() + 60
+        os.kill(pid_of(executor, rank), signal.SIGKILL)
+        while (state := executor.state) is not ExecutorState.RECOVERING:  # no rest in between: it is about moments
+            assert time.monotonic() < deadline, state
+        assert len(executor.incidents) == known + 1
+        while (state := executor.state) is not ExecutorState.HEALTHY:
+            assert time.monotonic() < deadline, state
+        incident = executor.incidents[-1]
+        assert (len(executor.incidents), incident.outcome) == (known + 1, "recovered")
+        assert incident.duration_s is not None
+
+
 def check_until_unhealthy(executor: ResilientExecutor, timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
