@@ -1,9 +1,9 @@
-"""Heartbeats from a node's agent to the workers of its node, by datagrams, past Ray.
+"""Heartbeats to the workers of one's own node, by datagrams, past Ray.
 
 A call of Ray costs a millisecond of its sender's processor time, many times what the answer costs. So the supervisor
-calls one agent on each node, and the agent asks the workers by datagrams. Each worker listens at an abstract address
-(Linux) that follows from its process; it ends with the process, however that ends. Datagrams between the processes of
-one machine are not lost: what cannot be delivered is the sender's error.
+asks the workers of its node by datagrams, and calls one agent on each other node, which does the same. Each worker
+listens at an abstract address (Linux) that follows from its process; it ends with the process, however that ends.
+Datagrams between the processes of one machine are not lost: what cannot be delivered is the sender's error.
 
 A thread of its own answers, so that neither a long step nor a long call is taken for death. Messages are JSON, not
 pickles, and are believed from the same user and from root alone.

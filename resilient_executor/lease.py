@@ -16,6 +16,8 @@ from typing import Final
 
 #: Answers that are remembered for each grantor: one that is proven has been given a beat or two before.
 _REMEMBERED: Final = 16
+#: Between two looks of a loop that knows of no lease yet, in seconds.
+_UNKNOWN_S: Final = 1.0
 
 
 class Lease:
@@ -50,11 +52,20 @@ class Lease:
         return now < self._until
 
     def spent(self, now: float, tick_s: float) -> bool:
-        """A pass of the loop that watches the lease, every ``tick_s``; returns whether the worker must end itself.
+        """A pass of the loop that watches the lease; returns whether the worker must end itself.
 
-        Time in which the loop itself was stopped is not counted: the news may be waiting behind it.
+        Once the lease has run out there must be one every ``tick_s``, see :meth:`rest_s`. Time in which the loop itself
+        was stopped is not counted: the news may be waiting behind it.
         """
-        elapsed_s = min(max(0.0, now - self._last_pass), 2 * tick_s)
+        elapsed_s = min(max(0.0, now - max(self._last_pass, self._until)), 2 * tick_s)
         self._last_pass = now
         self._lapsed_s = 0.0 if self.valid(now) else self._lapsed_s + elapsed_s
         return self._lapsed_s >= self.grace_s
+
+    def rest_s(self, now: float, tick_s: float) -> float:
+        """How long the loop may sleep after a pass: up to the lease's end, as far as it is known, or ``tick_s``.
+
+        Before the first renewal no longer than the lease that it brings, and at most a second.
+        """
+        left_s = self._until - now if self._until < math.inf else min(self.duration_s, _UNKNOWN_S)
+        return max(tick_s, left_s)

@@ -378,8 +378,8 @@ class WorkerActor:
 
     def _keep_lease(self) -> None:
         """End this process when nobody renews its lease: it has been given up, and must not write any more."""
-        while not self._lease.spent(time.monotonic(), _LEASE_LOOK_S):
-            time.sleep(_LEASE_LOOK_S)
+        while not self._lease.spent(now := time.monotonic(), _LEASE_LOOK_S):
+            time.sleep(self._lease.rest_s(now, _LEASE_LOOK_S))
         logger.error(
             "rank %d, epoch %d: no heartbeat for %.1f s; this worker has been given up, and ends itself",
             self._rank, self._epoch, self._lease.duration_s + self._lease.grace_s,

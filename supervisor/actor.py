@@ -39,6 +39,7 @@ from resilient_executor.supervisor.reports import ask_agents, collect
 from resilient_executor.supervisor.stalls import StallReport
 from resilient_executor.supervisor.status import News
 from resilient_executor.supervisor.status import status as status_of
+from resilient_executor.supervisor.ticks import last_tick, until_tick
 from resilient_executor.supervisor.watch import Conviction, Watch, WatchSettings
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class SupervisorActor:
             watch,
             self._pulse,
             self._settings,
+            process.node_id,
             self._grantor,
             lambda rank, text: self._find(epoch, CauseKind.RPC_ERROR, rank, text),
             self._spawn,
@@ -247,7 +249,7 @@ class SupervisorActor:
     async def _detect(self, epoch: int, watch: Watch) -> None:
         looking: asyncio.Task[None] | None = None
         while epoch == self._epoch:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(until_tick(self._interval_s, time.monotonic()))
             convictions, suspects = watch.judge(time.monotonic())
             if suspects and (looking is None or looking.done()):
                 looking = self._spawn(self._look(watch, suspects))
@@ -299,10 +301,10 @@ class SupervisorActor:
 
         ``awaited`` is the newest step that the caller has in flight, or -1. That it calls says that it lives.
         """
-        self._news_at = time.monotonic()
+        now = self._news_at = time.monotonic()
         if self._watch is not None and self._watch.epoch == epoch:
             self._watch.awaited(awaited)
-        deadline = time.monotonic() + timeout_s
+        deadline = last_tick(self._interval_s, now, now + timeout_s)
         while epoch == self._epoch and len(self._findings) <= known:
             self._changed.clear()
             if not await _within(self._changed.wait(), deadline - time.monotonic()):

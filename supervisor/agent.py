@@ -201,7 +201,10 @@ class NodeAgent:
 
     async def _keep_leases(self) -> None:
         while True:
-            await asyncio.sleep(_LEASE_LOOK_S)
+            # Up to the earliest end that is known; a lease that comes meanwhile ends later: all last equally long.
+            now = time.monotonic()
+            rests = (lease.rest_s(now, _LEASE_LOOK_S) for lease in self._leases.values())
+            await asyncio.sleep(min(rests, default=_LEASE_LOOK_S))
             now = time.monotonic()
             self._leases = {process: lease for process, lease in self._leases.items() if process in self._handles}
             unwanted = [process for process, lease in self._leases.items() if lease.spent(now, _LEASE_LOOK_S)]

@@ -1,4 +1,7 @@
-"""The agent's end of the heartbeats of its node: one beat to each worker, and the answers that come in time."""
+"""The near end of the heartbeats of one node: one beat to each worker, and the answers that come in time.
+
+An agent has it, and the supervisor for its own node.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import replace
 
 from resilient_executor.heart import Answer, Beat, address_of, decode_answer, encode_beat, open_socket, receive
 from resilient_executor.protocol import ProcessIdentity
+from resilient_executor.supervisor.calls import within
 
 
 class Beats:
@@ -57,7 +61,7 @@ class Beats:
         while any(process in self._awaited for process in beats) and (left_s := deadline - time.monotonic()) > 0:
             self._came.clear()
             try:
-                await asyncio.wait_for(self._came.wait(), left_s)
+                await within(self._came.wait(), left_s)
             except asyncio.TimeoutError:
                 break
         return {

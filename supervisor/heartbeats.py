@@ -1,4 +1,7 @@
-"""The supervisor's heartbeats: for each node one call to its agent; for a worker alone where that does not work."""
+"""The supervisor's heartbeats: by itself on its own node, by one call to the agent of each other one.
+
+Where neither works, it calls the worker alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ray.actor import ActorHandle
@@ -16,8 +19,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from resilient_executor.errors import brief
 from resilient_executor.heart import Answer, Beat
 from resilient_executor.protocol import ProcessIdentity, Progress
+from resilient_executor.supervisor.beats import Beats
 from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.pulse import Pulse
+from resilient_executor.supervisor.ticks import until_tick
 from resilient_executor.supervisor.watch import Watch, WatchSettings
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ class Heartbeats:
         watch: is told what is heard.
         pulse: the same, for metrics.
         settings: interval and leases.
+        here: id of this process's node.
         grantor: under whose name leases are renewed.
         refused: called with a rank that says that it is of another group, and what it says.
         spawn: makes a task.
@@ -46,6 +52,7 @@ class Heartbeats:
         watch: Watch,
         pulse: Pulse,
         settings: WatchSettings,
+        here: str,
         grantor: str,
         refused: Callable[[int, str], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
@@ -53,6 +60,8 @@ class Heartbeats:
         self._watch, self._pulse = watch, pulse
         self._settings, self._grantor = settings, grantor
         self._refused, self._spawn = refused, spawn
+        self._here = here
+        self._by_itself: asyncio.Task[None] | None = None
         #: Of the last beat that was sent to a process; and of the last one whose answer has come: its lease is counted
         #: from there. Both go on when the beats take another way.
         self._sent: Counter[ProcessIdentity] = Counter()
@@ -65,6 +74,8 @@ class Heartbeats:
     def of_node(self, members: Sequence[Member], agent: ActorHandle) -> None:
         """Beats for one node's workers from now on, through this agent, which must also be kept from ending them.
 
+        On this process's own node it is only for the latter: the beats go straight to the workers.
+
         While the agent is slow, and when it has died, its workers are called one by one; so is one who does not answer
         on this way, for good. The agent asks nobody again who owes it an answer: meanwhile the silence grows. The
         successor of another agent begins as a slow one: it still starts.
@@ -72,7 +83,12 @@ class Heartbeats:
         node_id = members[0].process.node_id
         if (earlier := self._of_nodes.pop(node_id, None)) is not None:
             earlier.cancel()
-        self._of_nodes[node_id] = self._spawn(self._of_node(members, agent, ready=earlier is None))
+        if node_id != self._here:
+            self._of_nodes[node_id] = self._spawn(self._of_node(members, agent, ready=earlier is None))
+            return
+        self._of_nodes[node_id] = self._spawn(self._keep(members, agent))
+        if self._by_itself is None:
+            self._by_itself = self._spawn(self._straight(members))
 
     def of_worker(self, member: Member) -> None:
         """Beats for one worker, by calls of Ray, one after the other."""
@@ -81,6 +97,31 @@ class Heartbeats:
     def _is_reachable(self, member: Member) -> bool:
         """Whether an agent can ask it."""
         return member.process not in self._unreachable
+
+    async def _keep(self, members: Sequence[Member], agent: ActorHandle) -> None:
+        """Keep the agent of this node from ending anybody, until it has died."""
+        await self._answers_again(members, agent, math.inf)
+
+    async def _straight(self, members: Sequence[Member]) -> None:
+        """Beats for this node's own workers: a call of Ray costs ten times as much, here and at the agent."""
+        interval_s, patience_s = self._settings.heartbeat_interval_s, self._settings.lease_s / 3
+        own = Beats()
+        try:
+            while left := {member.process: member for member in members if self._is_reachable(member)}:
+                began = time.monotonic()
+                answers = await own.ask(self._beats(left), interval_s / 2, patience_s)
+                self._take(left, answers, time.monotonic())
+                over = time.monotonic()
+                await asyncio.sleep(max(0.0, min(interval_s - (over - began), until_tick(interval_s, over))))
+        finally:
+            own.close()
+
+    def _beats(self, processes: Collection[ProcessIdentity]) -> dict[ProcessIdentity, Beat]:
+        """The next beat for each: all get the same number."""
+        number = 1 + max((self._sent[process] for process in processes), default=0)
+        for process in processes:
+            self._sent[process] = number
+        return {p: Beat(self._watch.epoch, self._grantor, number, self._answered[p]) for p in processes}
 
     async def _of_node(self, members: Sequence[Member], agent: ActorHandle, ready: bool) -> None:
         pause_s = self._settings.lease_s / 3
@@ -105,15 +146,13 @@ class Heartbeats:
         # In time for the calls that take its place, before any lease has run out.
         limit_s = interval_s / 2 + settings.lease_s / 3
         wanted = [member.process for member in members]
-        number = max(self._sent[process] for process in wanted)
         while True:
-            began, number = time.monotonic(), number + 1
+            began = time.monotonic()
             left = {member.process: member for member in members if self._is_reachable(member)}
-            for process in left:
-                self._sent[process] = number
-            beats = {p: Beat(self._watch.epoch, self._grantor, number, self._answered[p]) for p in left}
             try:
-                call = agent.beat.remote(beats, interval_s / 2, wanted, settings.lease_s, settings.lease_grace_s)
+                call = agent.beat.remote(
+                    self._beats(left), interval_s / 2, wanted, settings.lease_s, settings.lease_grace_s
+                )
                 took_s, answers = await within(call, limit_s)
                 self._take(left, answers, began + took_s)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it, its workers must not suffer for it
@@ -121,12 +160,13 @@ class Heartbeats:
                     continue  # it was this process that did not run
                 logger.warning("heartbeats go past the agent of %s: %s", members[0].node_ip, brief(error))
                 return
-            await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
+            over = time.monotonic()
+            await asyncio.sleep(max(0.0, min(interval_s - (over - began), until_tick(interval_s, over))))
 
     def _take(
         self, asked: Mapping[ProcessIdentity, Member], answers: Mapping[ProcessIdentity, Answer], over_s: float
     ) -> None:
-        """Take what an agent has heard; its answer would be here at ``over_s`` if there were no way between us."""
+        """Take what was heard; an agent's answer would be here at ``over_s`` if there were no way between us."""
         now = time.monotonic()
         for process, answer in answers.items():
             if answer.progress is not None:

@@ -97,6 +97,38 @@ def test_a_stopped_worker_that_comes_back_has_the_grace_to_be_wanted_again(stopp
     assert not it.valid(now)
 
 
+@settings(max_examples=300)
+@given(st.lists(st.floats(0.01, 2.0), min_size=2, max_size=30), st.floats(0.0, 2.0))
+def test_a_loop_that_rests_is_as_quick_to_end_as_one_that_does_not(gaps: list[float], behind: float) -> None:
+    """Beats come at these gaps and then no more; the loop began ``behind`` the first one."""
+    it, now = lease(), -behind
+    beats = [sum(gaps[:index]) for index in range(len(gaps))]
+    due = list(beats)
+    while not it.spent(now, TICK):
+        assert now < beats[-1] + LEASE + GRACE + 1
+        now += it.rest_s(now, TICK)
+        while due and due[0] <= now:
+            beat(it, due.pop(0))
+    over = beats[-2] + LEASE  # the last proven answer
+    assert over + GRACE <= now <= over + GRACE + 2 * TICK
+
+
+def test_while_beats_come_it_looks_once_a_lease() -> None:
+    it, now, looks = lease(), 0.0, 0
+    due = [INTERVAL * number for number in range(200)]
+    while due:
+        assert not it.spent(now, TICK)
+        now += it.rest_s(now, TICK)
+        looks += 1
+        while due and due[0] <= now:
+            beat(it, due.pop(0))
+    assert looks <= 100 / (LEASE - 2 * INTERVAL) + 2
+
+
+def test_before_any_lease_it_looks_once_a_second() -> None:
+    assert Lease(math.inf, math.inf, 0.0).rest_s(5.0, TICK) == 1.0
+
+
 def test_a_new_lease_in_time_saves_it() -> None:
     it = lease()
     beat(it, 0.0)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import astuple
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +18,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from resilient_executor import ExecutorConfig, WorkerSpec
-from resilient_executor.heart import Answer, Beat
+from resilient_executor.heart import Answer, Beat, address_of, open_socket, receive
 from resilient_executor.protocol import Phase, ProcessIdentity, Progress
 from resilient_executor.supervisor.actor import Member
 from resilient_executor.supervisor.heartbeats import Heartbeats
@@ -35,8 +39,9 @@ def progress(rank: int) -> Progress:
 class Node:
     """Two workers, their agent, and what the supervisor did."""
 
-    def __init__(self, give: Give) -> None:
-        self.processes = [ProcessIdentity(100 + rank, 1, "node") for rank in range(2)]
+    def __init__(self, give: Give, here: str = "another node") -> None:
+        self.here = here
+        self.processes = [ProcessIdentity(100 + rank, os.getpid(), "node") for rank in range(2)]
         self.direct: list[tuple[int, int, int]] = []
         self.beats: list[dict[int, Beat]] = []
         self.renewals = 0
@@ -74,7 +79,13 @@ class Node:
 
     def heartbeats(self) -> Heartbeats:
         return Heartbeats(
-            self.watch, Pulse(), SETTINGS, "me", lambda rank, text: self.refused.append((rank, text)), self.spawn
+            self.watch,
+            Pulse(),
+            SETTINGS,
+            self.here,
+            "me",
+            lambda rank, text: self.refused.append((rank, text)),
+            self.spawn,
         )
 
     async def run(self, seconds: float) -> None:
@@ -274,5 +285,99 @@ def test_a_cancellation_that_comes_with_an_answer_is_not_lost() -> None:
             task.cancel()
             await asyncio.sleep(0.1)
             assert task.done(), f"cancelled after {delay} passes, it goes on"
+
+    asyncio.run(work())
+
+
+# -- on the supervisor's own node -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def heart(node: Node, rank: int, heard: list[Beat]) -> Iterator[None]:
+    """What a worker has, in this event loop."""
+    loop = asyncio.get_running_loop()
+
+    def answer() -> None:
+        message, sender = receive(opened)
+        beat = Beat(*message)
+        heard.append(beat)
+        said = [beat.number, beat.grantor, astuple(progress(rank)), ""]
+        opened.sendto(json.dumps(said).encode(), sender)
+
+    with closing(open_socket(address_of(node.processes[rank]))) as opened:
+        loop.add_reader(opened, answer)
+        try:
+            yield
+        finally:
+            loop.remove_reader(opened)
+
+
+def straight(give: Give, ranks: int, seconds: float = 0.6) -> tuple[Node, list[list[Beat]]]:
+    """A node of the supervisor's own, where the first ``ranks`` of its two workers listen."""
+    heard: list[list[Beat]] = [[], []]
+
+    async def work() -> Node:
+        node = Node(give, here="node")
+        with ExitStack() as hearts:
+            for rank in range(ranks):
+                hearts.enter_context(heart(node, rank, heard[rank]))
+            await node.run(seconds)
+        return node
+
+    return asyncio.run(work()), heard
+
+
+@pytest.mark.parametrize("give", [all_answer, dead, stopped])
+def test_its_own_node_it_asks_itself_whatever_the_agent_does(give: Give) -> None:
+    node, heard = straight(give, 2)
+    assert node.beats == []
+    assert node.direct == []
+    assert node.renewals == 1 if give is dead else node.renewals > 2, "the agent must not end anybody"
+    for beats in heard:
+        assert len(beats) > 5
+        assert [(beat.number, beat.heard) for beat in beats[:3]] == [(1, 0), (2, 1), (3, 2)]
+    assert all(node.watch.silence_s(rank, time.monotonic()) < 0.3 for rank in range(2))
+    assert max(node.watch.round_trip_s.values()) < 0.1
+
+
+def test_one_of_its_own_node_that_does_not_listen_is_called() -> None:
+    node, heard = straight(all_answer, 1)
+    assert len(heard[0]) > 5
+    assert {rank for rank, _, _ in node.direct} == {1}
+    assert len(node.direct) > 5
+
+
+def test_a_successor_of_its_own_agent_changes_nothing_for_the_workers() -> None:
+    heard: list[Beat] = []
+
+    async def work() -> None:
+        node, new = Node(dead, here="node"), Node(all_answer)
+        with heart(node, 0, heard), heart(node, 1, []):
+            beats = node.heartbeats()
+            beats.of_node(node.members, node.agent)
+            await asyncio.sleep(0.2)
+            beats.of_node(node.members, new.agent)
+            await asyncio.sleep(0.2)
+            assert (new.renewals > 1, new.beats, node.direct) == (True, [], [])
+            await node.end()
+
+    asyncio.run(work())
+    assert [beat.number for beat in heard] == list(range(1, len(heard) + 1))
+
+
+def test_a_cancellation_ends_the_beats_at_every_line_and_closes_their_socket() -> None:
+    async def work() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for delay in range(15):
+            node, heard = Node(all_answer, here="node"), list[Beat]()
+            with heart(node, 0, heard), heart(node, 1, []):
+                node.heartbeats().of_node(node.members, node.agent)
+                for _ in range(delay):
+                    await asyncio.sleep(0)
+                await node.end()
+                count = len(heard)
+                await asyncio.sleep(0.05)
+                assert len(heard) == count, f"cancelled after {delay} passes, they go on"
+        assert len(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(work())
