@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from commander import Commander, Message
 
+from resilient_executor.chaos.cables import SLOW_KBIT
 from resilient_executor.chaos.cluster import TUNED, NetnsCluster, missing, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(880)]
@@ -61,6 +63,11 @@ FAULTS: dict[str, tuple[Fault, float]] = {
     "unplugged": (unplugged, 15.0),
     "parted": (parted, 15.0),
 }
+
+
+#: The longest time without a token while the head's link is slow, in seconds: with a rebuild over it, and without.
+SLOW_REBUILD_S = 15.0
+SLOW_STEP_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +157,35 @@ def round_of(commander: Commander, name: str, number: int) -> Message:
     if others := fallen(cluster):
         print(json.dumps({"taken_down_by_returning_node": others, "after": name, "round": number}), flush=True)
     return facts
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["alone", "and a death"])
+def test_the_head_s_slow_link(repaired: Commander, dies: bool) -> None:
+    """Steps become slow, and nobody is replaced for it; a worker that dies is, over the same slow link."""
+    cluster, name = repaired.cluster, f"slow, {'a worker dies' if dies else 'alone'}"
+    expected = repaired.oracle(TOKENS, seed=5)
+    for number in range(ROUNDS):
+        rng = random.Random(f"{SEED}-{name}-{number}")
+        repaired.tell(f"go {TOKENS} 5")
+        used = [repaired.node_of(address) for address in repaired.wait("mark", 60)["nodes"]]
+        cluster.slow(0, SLOW_KBIT)
+        try:
+            if dies:
+                time.sleep(rng.uniform(0.0, 2.0))
+                os.kill(workers(cluster, rng.choice(used))[0], signal.SIGKILL)
+            done = repaired.wait("done", 150)
+        finally:
+            cluster.unslow(0)
+        facts = {
+            "fault": name, "round": number, "seed": SEED, "outage_s": round(done["outage_s"], 2), "from": used,
+            "causes": [i["line"] for i in done["incidents"]], "phases": [i["phases"] for i in done["incidents"]],
+        }  # fmt: skip
+        print(json.dumps(facts), flush=True)
+        assert done["errors"] == {}
+        assert done["tokens"] == expected, "a token was lost, repeated or changed"
+        assert done["state"] == "HEALTHY"
+        assert [i["kind"] for i in done["incidents"]] == ["process_exit"] * dies
+        assert done["outage_s"] <= (SLOW_REBUILD_S if dies else SLOW_STEP_S) * SLACK
 
 
 def ended(cluster: NetnsCluster, victim: int, name: str) -> None:
