@@ -92,7 +92,7 @@ class ResilientExecutor:
 
     def _start(self, config: ExecutorConfig, variables: dict[str, str]) -> None:
         began = time.monotonic()
-        self._supervision = Supervision(config, self._overseer.on_finding, self._overseer.awaited)
+        self._supervision = Supervision(config, self._overseer.on_finding, self._overseer.view)
         self._supervision.can_do_without = lambda nodes: placement.has_room_without(config, nodes)
         self._recovery = Recovery(
             config,

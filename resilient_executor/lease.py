@@ -45,7 +45,8 @@ class Lease:
     def answered(self, grantor: str, number: int, now: float) -> None:
         """The heartbeat ``number`` of ``grantor``, counted from 1, is being answered."""
         self._answered[grantor, number] = now
-        self._answered.pop((grantor, number - _REMEMBERED), None)
+        for old in [key for key in self._answered if key[0] == grantor and key[1] <= number - _REMEMBERED]:
+            del self._answered[old]
 
     def valid(self, now: float) -> bool:
         """Whether the worker may write at ``now``."""

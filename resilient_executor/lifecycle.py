@@ -58,8 +58,8 @@ class Generation:
     #: It has been in service; before that, its death is a failed attempt of whoever builds it.
     served: bool = False
     condemned: bool = False
-    #: The collective RPC that is in flight, or "".
-    rpc: str = ""
+    #: The collective RPCs that are in flight.
+    rpcs: list[str] = field(default_factory=list)
     #: The incident that its death is, once it is open.
     incident: Incident | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -68,6 +68,11 @@ class Generation:
     doing: dict[int, str] = field(default_factory=dict)
     #: The supervisor's report, if it found a freeze or a stall; the first one counts.
     report: StallReport | None = None
+
+    @property
+    def rpc(self) -> str:
+        """The collective RPC that is in flight, the newest of several, or ""."""
+        return next(reversed(self.rpcs.copy()), "")
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class Lifecycle:
     ) -> bool:
         """Enter a state; everyone who waits looks again. The final states are never left.
 
-        ``first`` is called when the state will be entered, before anybody sees it: an incident is open before its
-        RECOVERING, and closed before the HEALTHY that ends it.
+        ``first`` is called when the state will be entered, before anybody sees it: an incident is closed before the
+        HEALTHY that ends it.
 
         Returns:
             whether the state was entered.

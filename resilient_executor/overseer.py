@@ -17,12 +17,13 @@ from typing import Final
 
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import ExecutorFailed
-from resilient_executor.lifecycle import ExecutorState, Generation, Lifecycle
+from resilient_executor.lifecycle import FINAL, ExecutorState, Generation, Lifecycle
 from resilient_executor.protocol import Progress
 from resilient_executor.recovery import Recovery
 from resilient_executor.supervisor.actor import Examination, Finding
 from resilient_executor.supervisor.client import SLOW_S, Supervision, SupervisorUnreachable
 from resilient_executor.supervisor.incidents import SUPERVISOR, CauseKind, Evidence, Incident, RankExit
+from resilient_executor.supervisor.progress import DriverView
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +106,15 @@ class Overseer:
                 generation.exits.append(own_exit)
             if generation.condemned:
                 return
-            generation.condemned = True
             self._note_doing(generation)
+            if generation.served and self._lifecycle.state not in FINAL:
+                self._open_incident(generation)  # first: whoever sees what follows finds it
+            generation.condemned = True
             if generation.group is not None:
                 generation.group.abandoned = f"the epoch was given up ({evidence.text})"
             if generation.pipeline is not None:
                 generation.pipeline.condemn(None)
-            if generation.served and self._lifecycle.move(
-                ExecutorState.RECOVERING, first=partial(self._open_incident, generation)
-            ):
+            if generation.incident is not None and self._lifecycle.move(ExecutorState.RECOVERING):
                 self._work.put(_Rebuild(generation))
 
     def _open_incident(self, dead: Generation) -> None:
@@ -130,12 +131,15 @@ class Overseer:
         for rank in range(self._config.world_size):
             generation.doing.setdefault(rank, activity)
 
-    def awaited(self, epoch: int) -> int:
-        """The newest step that an epoch has in flight, or -1."""
+    def view(self, epoch: int) -> DriverView:
+        """What is known here of an epoch, for its supervisor."""
         generation = self._lifecycle.current
-        if generation is None or generation.epoch != epoch or generation.pipeline is None:
-            return -1
-        return generation.pipeline.newest_step
+        if generation is None or generation.epoch != epoch:
+            return DriverView()
+        # A graph that is built with the first step is a phase of a group in service.
+        serving = generation.served and not generation.condemned and not self._lifecycle.phase
+        step = generation.pipeline.newest_step if generation.pipeline is not None else -1
+        return DriverView(step, generation.rpc, serving)
 
     def on_finding(self, finding: Finding) -> None:
         """News from the supervisor about one worker."""
@@ -225,8 +229,10 @@ class Overseer:
                 # Nobody else would ever end this state: callers must not wait for a thread that has lost its way.
                 logger.exception("the overseer failed at %s", type(work).__name__)
                 failure = ExecutorFailed(f"internal error in the overseer: {type(error).__name__}: {error}")
-                self._lifecycle.move(ExecutorState.FAILED, failure=failure)
-                self._lifecycle.emit("failed")
+                incident = work.generation.incident
+                close = partial(incident.resolve, "failed", time.time()) if incident is not None else bool
+                self._lifecycle.move(ExecutorState.FAILED, failure=failure, first=close)
+                self._lifecycle.emit("failed", incident=incident)
 
     def _rebuild(self, dead: Generation) -> None:
         assert self._recovery is not None

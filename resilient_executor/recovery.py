@@ -177,8 +177,7 @@ class Recovery:
                 self._pause(decision.pause_s)
                 generation = self._build(old, judge, incident)
                 if commit(generation, incident):
-                    self._in_service()
-                    return True
+                    break
                 old = generation
             except ExecutorStopped:
                 return False
@@ -191,7 +190,13 @@ class Recovery:
                 incident.add(Evidence(time.time(), "rebuild", None, first_line(error), CauseKind.WORKER_START))
                 if decision.action == "give_up":
                     return self._give_up(incident, f"{decision.reason}; {error}")
-        return False
+        else:
+            return False
+        try:
+            self._in_service()
+        except Exception:  # it serves: nothing that is only for the next death may end it
+            logger.exception("epoch %d serves, but its standbys could not be asked for", self._lifecycle.epoch)
+        return True
 
     def _give_up(self, incident: Incident, reason: str) -> bool:
         incident.resolve("failed", time.time())

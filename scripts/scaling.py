@@ -44,6 +44,7 @@ from resilient_executor.protocol import Phase, ProcessIdentity, Progress, RpcEnv
 from resilient_executor.reference.bench import config_for
 from resilient_executor.reference.bench_steps import EchoWorker
 from resilient_executor.supervisor.actor import Member, SupervisorActor
+from resilient_executor.supervisor.progress import DriverView
 from resilient_executor.supervisor.status import News, prometheus, status
 from resilient_executor.supervisor.watch import Watch, WatchSettings
 
@@ -227,7 +228,7 @@ def simulated(size: int, seconds: float) -> dict[str, float]:
                 silences.append(silence_s)
         took = time.monotonic() - at
         used = sum(own.cpu_times()[:2]) - before
-        findings = ray.get(supervisor.findings.remote(1, 0, 0.0), timeout=60)
+        findings = ray.get(supervisor.findings.remote(1, 0, 0.0, DriverView()), timeout=60)
         arguments = protocol.dumps(((), {}))
 
         def call() -> None:

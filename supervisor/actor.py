@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
@@ -34,6 +34,7 @@ from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.endpoint import Endpoint
 from resilient_executor.supervisor.heartbeats import Heartbeats
 from resilient_executor.supervisor.incidents import CauseKind
+from resilient_executor.supervisor.progress import DriverView
 from resilient_executor.supervisor.pulse import Pulse
 from resilient_executor.supervisor.reports import ask_agents, collect
 from resilient_executor.supervisor.stalls import StallReport
@@ -44,7 +45,8 @@ from resilient_executor.supervisor.watch import Conviction, Watch, WatchSettings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+#: Part of an interval: so far behind the beats the detectors look.
+_BEHIND: Final = 0.03
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,8 @@ class SupervisorActor:
     async def _detect(self, epoch: int, watch: Watch) -> None:
         looking: asyncio.Task[None] | None = None
         while epoch == self._epoch:
-            await asyncio.sleep(until_tick(self._interval_s, time.monotonic()))
+            # A little behind the beats: after their answers, and before the process has gone to rest again.
+            await asyncio.sleep(until_tick(self._interval_s, time.monotonic()) + _BEHIND * self._interval_s)
             convictions, suspects = watch.judge(time.monotonic())
             if suspects and (looking is None or looking.done()):
                 looking = self._spawn(self._look(watch, suspects))
@@ -296,14 +299,14 @@ class SupervisorActor:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    async def findings(self, epoch: int, known: int, timeout_s: float, awaited: int = -1) -> list[Finding]:
+    async def findings(self, epoch: int, known: int, timeout_s: float, view: DriverView) -> list[Finding]:
         """All findings of ``epoch``; waits until there are more than ``known``, at most ``timeout_s``.
 
-        ``awaited`` is the newest step that the caller has in flight, or -1. That it calls says that it lives.
+        ``view`` is what the caller knows of its group. That it calls says that it lives.
         """
         now = self._news_at = time.monotonic()
         if self._watch is not None and self._watch.epoch == epoch:
-            self._watch.awaited(awaited)
+            self._watch.told(view, now)
         deadline = last_tick(self._interval_s, now, now + timeout_s)
         while epoch == self._epoch and len(self._findings) <= known:
             self._changed.clear()

@@ -41,6 +41,7 @@ class Beats:
         Returns:
             the answers to this grantor that have come since its last call, in it or between the two.
         """
+        self._on_answers()  # after a pause they lie there, and nobody is to be given up for that
         now = time.monotonic()
         for process, beat in beats.items():
             kept = self._answers.get(process)

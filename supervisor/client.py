@@ -31,6 +31,7 @@ from resilient_executor.supervisor.agents import Agents
 from resilient_executor.supervisor.fencing import Fencing
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.nodes import NodeWatch
+from resilient_executor.supervisor.progress import DriverView
 from resilient_executor.supervisor.standin import Charges, StandIn
 from resilient_executor.supervisor.status import News
 from resilient_executor.supervisor.watch import WatchSettings
@@ -59,16 +60,16 @@ class Supervision:
         self,
         config: ExecutorConfig,
         on_finding: Callable[[Finding], None],
-        awaited: Callable[[int], int] = lambda _: -1,
+        view: Callable[[int], DriverView] = lambda _: DriverView(),
     ) -> None:
         """Nothing is started yet.
 
         Args:
             config: heartbeat and time settings.
             on_finding: called in the listening thread, once for each finding; must not block.
-            awaited: the newest step that an epoch has in flight, or -1; called in the same thread.
+            view: what is known of an epoch here; called in the same thread.
         """
-        self._awaited = awaited
+        self._view = view
         self._config = config
         self._on_finding = on_finding
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -223,7 +224,7 @@ class Supervision:
                 continue
             try:
                 assert supervisor is not None
-                call = supervisor.findings.remote(epoch, known, _POLL_S, self._awaited(epoch))
+                call = supervisor.findings.remote(epoch, known, _POLL_S, self._view(epoch))
                 findings = ray.get(call, timeout=_POLL_S + _GRACE_S)
             except (RayError, GetTimeoutError) as error:
                 if not (self._stopping.is_set() or (isinstance(error, GetTimeoutError) and self._is_slow())):

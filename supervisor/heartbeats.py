@@ -88,6 +88,7 @@ class Heartbeats:
             return
         self._of_nodes[node_id] = self._spawn(self._keep(members, agent))
         if self._by_itself is None:
+            self._stop_calls(members)
             self._by_itself = self._spawn(self._straight(members))
 
     def of_worker(self, member: Member) -> None:
@@ -95,15 +96,32 @@ class Heartbeats:
         self._of_workers[member.process] = self._spawn(self._of_worker(member))
 
     def _is_reachable(self, member: Member) -> bool:
-        """Whether an agent can ask it."""
+        """Whether it can be asked by datagrams."""
         return member.process not in self._unreachable
 
     async def _keep(self, members: Sequence[Member], agent: ActorHandle) -> None:
         """Keep the agent of this node from ending anybody, until it has died."""
         await self._answers_again(members, agent, math.inf)
 
+    def _stop_calls(self, members: Sequence[Member]) -> None:
+        """Those that can be asked otherwise are called no more."""
+        for member in members:
+            call = self._of_workers.pop(member.process, None) if self._is_reachable(member) else None
+            if call is not None:
+                call.cancel()
+
     async def _straight(self, members: Sequence[Member]) -> None:
         """Beats for this node's own workers: a call of Ray costs ten times as much, here and at the agent."""
+        try:
+            await self._ask_straight(members)
+        except Exception as error:  # noqa: BLE001 - no descriptor left, for instance: they must not suffer for it
+            logger.warning("heartbeats go through Ray on this node, too: %s", brief(error))
+            for member in members:
+                if self._is_reachable(member):
+                    self._unreachable.add(member.process)
+                    self.of_worker(member)
+
+    async def _ask_straight(self, members: Sequence[Member]) -> None:
         interval_s, patience_s = self._settings.heartbeat_interval_s, self._settings.lease_s / 3
         own = Beats()
         try:
@@ -127,10 +145,7 @@ class Heartbeats:
         pause_s = self._settings.lease_s / 3
         while True:
             if ready:
-                for member in members:
-                    call = self._of_workers.pop(member.process, None) if self._is_reachable(member) else None
-                    if call is not None:
-                        call.cancel()
+                self._stop_calls(members)
                 await self._by_agent(members, agent)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             for member in members:

@@ -167,7 +167,9 @@ _NOBODY: Final = {
 
 @dataclass
 class Incident:
-    """One incident, from the first sign to the end of the rebuild. Owned by one thread.
+    """One incident, from the first sign to the end of the rebuild. Written under the overseer's lock, or by its thread.
+
+    One that the executor's shutdown cuts short stays open.
 
     Attributes:
         number: counted from 1 over the executor's life.

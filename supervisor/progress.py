@@ -28,6 +28,25 @@ MIN_STEPS: Final = 5
 MEMORY: Final = 256
 
 
+#: The driver speaks once a second; what it said longer ago than this, in seconds, says nothing of now.
+_WORD_S: Final = 3.0
+
+
+@dataclass(frozen=True)
+class DriverView:
+    """What the driver says of its group.
+
+    Attributes:
+        step: the newest that it has in flight, or -1.
+        rpc: the collective RPC that it has in flight, or "".
+        serving: the group is in service, and in no phase of a start: every worker has said so.
+    """
+
+    step: int = -1
+    rpc: str = ""
+    serving: bool = False
+
+
 class StepDeadline:
     """How old a step may grow. Learns from recent steps; one for the whole group, as a slow rank makes all wait.
 
@@ -116,22 +135,41 @@ class ProgressDetector:
         self._progress: dict[int, Progress] = {}
         self._behind_since: float | None = None
         self._baseline = -1
-        self._awaited = -1
+        self._view = DriverView()
+        self._told_at = self._serving_since = now
+        #: Ranks that were heard since the driver spoke: what they say is newer.
+        self._heard_since: set[int] = set()
         self._last_pass = now
 
     def heard(self, progress: Progress) -> None:
         """A worker has answered a heartbeat."""
         before = self._progress.get(progress.rank)
         self._progress[progress.rank] = progress
+        self._heard_since.add(progress.rank)
         if progress.phase is not Phase.SERVING or before is None:
             return  # what a predecessor has seen of this epoch, it has not told
         # A step of the group counts once, however many ranks have run it.
         steps = progress.steps_done - before.steps_done if progress.rank == self._ranks[0] else 0
         self._deadline.learn(progress.slowest_step_s, steps)
 
-    def awaited(self, step: int) -> None:
-        """The driver has this step in flight, its newest; -1 for none. May be as old as the driver's last call."""
-        self._awaited = step
+    def told(self, view: DriverView, now: float) -> None:
+        """The driver has spoken, at ``now``."""
+        if view.serving and not self._view.serving:
+            self._serving_since = now
+        self._view, self._told_at = view, now
+        self._heard_since.clear()
+
+    def phase_of(self, rank: int, now: float) -> Phase | None:
+        """The phase of a rank, None where it is not known.
+
+        One that falls silent as soon as it serves has last said that it loads, which may take ten minutes; the driver
+        knows better.
+        """
+        progress = self._progress.get(rank)
+        own = progress.phase if progress is not None else None
+        if self._view.serving and rank not in self._heard_since and now - self._told_at <= _WORD_S:
+            return Phase.SERVING if own is not Phase.STOPPING else own
+        return own
 
     def evaluate(self, now: float, running_silent: Mapping[int, float] | None = None) -> Stall | None:
         """Judge the group at ``now``.
@@ -146,7 +184,7 @@ class ProgressDetector:
             self._phase_overdue()
             or self._step_overdue(running_silent or {})
             or self._step_lost(now, late)
-            or self._deaf(running_silent or {})
+            or self._deaf(running_silent or {}, now)
         )
 
     def _phase_overdue(self) -> Stall | None:
@@ -177,7 +215,7 @@ class ProgressDetector:
             self._behind_since = None
             return None
         # A step that was raised in goes no further: those behind it never see it, and need not.
-        newest = max(self._awaited, *(p.last_step for p in known))
+        newest = max(self._view.step, *(p.last_step for p in known))
         baseline = max(min(p.last_step for p in known), *(p.failed_step for p in known))
         if baseline >= newest:
             self._behind_since = None
@@ -190,13 +228,15 @@ class ProgressDetector:
         ranks = tuple(sorted(p.rank for p in known if p.last_step == min(q.last_step for q in known)))
         return Stall(ranks, age, limit, f"{self._overdue(newest, age, limit)}; it has not reached all ranks")
 
-    def _deaf(self, running_silent: Mapping[int, float]) -> Stall | None:
-        for rank, silence_s in running_silent.items():
-            progress = self._progress.get(rank)
-            if progress is not None and progress.rpc_in_hand:
+    def _deaf(self, running_silent: Mapping[int, float], now: float) -> Stall | None:
+        for rank, silent_s in running_silent.items():
+            progress, phase, silence_s = self._progress.get(rank), self.phase_of(rank, now), silent_s
+            if self._may_be_in_a_call(progress, now):
                 continue  # a call has a timeout of its own
-            if progress is None or progress.phase is Phase.SERVING:
+            if progress is None or phase is Phase.SERVING:
                 limit = self._deadline.seconds
+                if progress is not None and progress.phase is not phase:  # silent before, it was loading
+                    silence_s = min(silence_s, now - self._serving_since)
             elif progress.phase in self._limits:
                 limit = max(self._deadline.seconds, self._limits[progress.phase] - progress.phase_age_s)
             else:
@@ -205,6 +245,13 @@ class ProgressDetector:
                 text = f"runs, but has not answered for {silence_s:.1f} s (limit {limit:.1f} s): Python's lock is held"
                 return Stall((rank,), silence_s, limit, text)
         return None
+
+    def _may_be_in_a_call(self, progress: Progress | None, now: float) -> bool:
+        """Its own word, or, where it has not been in a step, the driver's."""
+        if progress is not None and progress.rpc_in_hand:
+            return True
+        called = bool(self._view.rpc) and now - self._told_at <= _WORD_S
+        return called and (progress is None or progress.step_in_hand < 0)
 
     def _overdue(self, step: int, age_s: float, limit_s: float) -> str:
         how = "learnt from the steps before" if self._deadline.learnt else "no steps to learn from yet"

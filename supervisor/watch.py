@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from resilient_executor.protocol import Phase, ProcessIdentity, Progress, Vitals
 from resilient_executor.supervisor.detectors import Liveness, LivenessDetector
 from resilient_executor.supervisor.incidents import CauseKind
-from resilient_executor.supervisor.progress import ProgressDetector, StepDeadline
+from resilient_executor.supervisor.progress import DriverView, ProgressDetector, StepDeadline
 from resilient_executor.supervisor.stalls import RankReport
 
 if TYPE_CHECKING:
@@ -150,16 +150,16 @@ class Watch:
         self._vitals[rank] = vitals
         used = 0 if before is None else vitals.cpu_ticks - before.cpu_ticks
         # In a start or a call it may wait for its disk with the lock held, for as long as that may take.
-        may_wait = self._may_wait(rank) and vitals.state not in _STOPPED
+        may_wait = self._may_wait(rank, now) and vitals.state not in _STOPPED
         if vitals.runnable or used >= _RAN_TICKS or may_wait:
             self._liveness[rank].ran(now)
             self._runs.add(rank)
         else:
             self._runs.discard(rank)
 
-    def awaited(self, step: int) -> None:
-        """The newest step that the driver has in flight, or -1."""
-        self._group.awaited(step)
+    def told(self, view: DriverView, now: float) -> None:
+        """The driver has spoken of its group."""
+        self._group.told(view, now)
 
     def judge(self, now: float) -> tuple[list[Conviction], list[int]]:
         """A pass of the loop: fresh convictions, and the ranks whose processes should be looked at."""
@@ -180,9 +180,10 @@ class Watch:
             convictions.append(Conviction(CauseKind.STALLED, stall.ranks, stall.text))
         return convictions, suspects
 
-    def _may_wait(self, rank: int) -> bool:
+    def _may_wait(self, rank: int, now: float) -> bool:
         progress = self.progress.get(rank)
-        return progress is None or progress.phase is not Phase.SERVING or bool(progress.rpc_in_hand)
+        in_call = progress is not None and bool(progress.rpc_in_hand)
+        return in_call or self._group.phase_of(rank, now) is not Phase.SERVING
 
     def _is_proven(self, rank: int, now: float) -> bool:
         """Whether the node's agent looked last and did not see it run.

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import leaks
@@ -135,3 +136,28 @@ def test_a_stopped_process(
         assert "most recent call first" in incident.report.ranks[1 - rank].stacks, "the others' stacks are there"
         assert leaks.alive([pid]) == []
         assert tokens(engine) == undisturbed
+
+
+def test_one_that_is_stuck_before_anybody_has_heard_that_it_serves(executor: ResilientExecutor, tmp_path: Path) -> None:
+    """In its first step, with the lock: the last that was heard of it is that it starts, which may take long.
+
+    Heartbeats are rare, so that it is so each time. In a pipeline nobody is in the step with it.
+    """
+    if ROUNDS > 1:
+        pytest.skip("once is enough")
+    mark, interval_s = tmp_path / "mark", 5.0
+    config = replace(
+        executor._config, name="silent", tensor_parallel_size=1, pipeline_parallel_size=2,
+        heartbeat_interval_s=interval_s, heartbeat_timeout_s=25.0, step_deadline_first_s=STALL_S - 2.0,
+    )  # fmt: skip
+    with ResilientExecutor(config) as silent:
+        engine = ReferenceEngine(silent, poison_crashes=0)
+        silent.collective_rpc("arrange", args=("spinning in C with the lock", 0, 1, str(mark)))
+        through = tokens(engine)
+        incident = recovered(silent, 0)
+        assert incident.cause is not None
+        noticed_s = incident.detected_at - float(mark.read_text())
+        print(f"noticed after {noticed_s:.2f} s")
+        assert noticed_s < STALL_S + 4 * interval_s + SLACK_S
+        assert (incident.cause.kind, incident.cause.rank) == (CauseKind.STALLED, 0)
+        assert tokens(engine) == through

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
+import ray
 from test_supervision import (
     FROZEN_AFTER_S,
     executor,
@@ -24,6 +26,7 @@ from test_supervision import (
 )
 
 from resilient_executor import CauseKind, ExecutorUnhealthy, ResilientExecutor, StepLost
+from resilient_executor.heart import Beat
 
 __all__ = ["executor", "healthy"]  # the fixtures
 
@@ -108,6 +111,23 @@ def test_without_its_agent_a_node_is_watched_all_the_same(executor: ResilientExe
     else:  # a death is seen without it, too, and brings a new one
         os.kill(pid_of(executor, 1), signal.SIGKILL)
         assert recovered(executor, epoch).cause.rank == 1  # type: ignore[union-attr]  # see recovered
+
+
+def test_an_agent_asks_the_workers_of_its_node(executor: ResilientExecutor) -> None:
+    """Here the supervisor does it itself; on every other node it is done so."""
+    step(executor)
+    agent, config = supervisor_and_agents(executor)[1], executor._config
+    processes = [worker.process for worker in executor.workers]
+    stranger = replace(processes[0], start_ticks=1)
+    beats = {process: Beat(executor.epoch, "tester", 1, 0) for process in [*processes, stranger]}
+    call = agent.beat.remote(beats, 5.0, processes, config.lease_s, config.lease_grace_s)
+    took_s, answers = ray.get(call, timeout=20)
+    assert 0.0 < took_s < 5.0
+    for rank, process in enumerate(processes):
+        said = answers[process]
+        assert said.progress is not None, said
+        assert (said.number, said.progress.rank, said.progress.epoch) == (1, rank, executor.epoch)
+    assert (answers[stranger].reachable, answers[stranger].progress) == (False, None)
 
 
 def test_a_dead_agent_is_replaced_under_its_workers(executor: ResilientExecutor) -> None:

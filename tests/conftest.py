@@ -1,9 +1,9 @@
-"""Settings of the pure tests."""
+"""Settings of all tests with Hypothesis."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
 # Two busy cores make any deadline for one example a source of false alarms; pytest-timeout bounds the whole test.
-settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unit")
+settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("all")
