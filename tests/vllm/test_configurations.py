@@ -17,6 +17,7 @@ from test_features import LONG, greedy, same_with_deaths
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.long
 def test_preemption_under_a_small_cache_without_prefix_caching() -> None:
     """Requests are preempted by vLLM and by deaths, alone and together."""
     prompts = [f"{prompt} {number}" for number in range(3) for prompt in PROMPTS]
@@ -55,6 +56,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return folders
 
 
+@pytest.mark.long
 def test_adapters_added_at_run_time(adapters: list[str]) -> None:
     from vllm.lora.request import LoRARequest
 

@@ -65,6 +65,7 @@ def test_the_first_step_after_a_death_compiles_nothing(llm: Any) -> None:
     assert core.collective_rpc(compiled) == rehearsed
 
 
+@pytest.mark.long
 def test_everything_at_once_with_some_standbys(llm: Any) -> None:
     """Deaths that find one standby, none, or some that are still being made."""
     core = core_of(llm)
