@@ -45,8 +45,9 @@ class Lease:
     def answered(self, grantor: str, number: int, now: float) -> None:
         """The heartbeat ``number`` of ``grantor``, counted from 1, is being answered."""
         self._answered[grantor, number] = now
-        for old in [key for key in self._answered if key[0] == grantor and key[1] <= number - _REMEMBERED]:
-            del self._answered[old]
+        # Several threads answer at times: a copy, and whoever is first.
+        for old in [key for key in list(self._answered) if key[0] == grantor and key[1] <= number - _REMEMBERED]:
+            self._answered.pop(old, None)
 
     def valid(self, now: float) -> bool:
         """Whether the worker may write at ``now``."""

@@ -58,8 +58,8 @@ class Generation:
     #: It has been in service; before that, its death is a failed attempt of whoever builds it.
     served: bool = False
     condemned: bool = False
-    #: The collective RPCs that are in flight.
-    rpcs: list[str] = field(default_factory=list)
+    #: The collective RPCs that are in flight, oldest first: name, and when it began (``time.monotonic``).
+    rpcs: list[tuple[str, float]] = field(default_factory=list)
     #: The incident that its death is, once it is open.
     incident: Incident | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -71,8 +71,8 @@ class Generation:
 
     @property
     def rpc(self) -> str:
-        """The collective RPC that is in flight, the newest of several, or ""."""
-        return next(reversed(self.rpcs.copy()), "")
+        """The collective RPC that is in flight, the oldest of several, or ""."""
+        return next((name for name, _ in self.rpcs.copy()), "")
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class Overseer:
         # A graph that is built with the first step is a phase of a group in service.
         serving = generation.served and not generation.condemned and not self._lifecycle.phase
         step = generation.pipeline.newest_step if generation.pipeline is not None else -1
-        return DriverView(step, generation.rpc, serving)
+        rpc, began = next(iter(generation.rpcs.copy()), ("", time.monotonic()))
+        return DriverView(step, rpc, time.monotonic() - began, serving)
 
     def on_finding(self, finding: Finding) -> None:
         """News from the supervisor about one worker."""

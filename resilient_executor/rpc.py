@@ -131,7 +131,8 @@ class CollectiveRpc:
         """One attempt. When it returns an error, the generation is condemned or the error is the worker's own."""
         group = generation.group
         assert group is not None
-        generation.rpcs.append(entry.name)
+        call = (entry.name, time.monotonic())
+        generation.rpcs.append(call)
         try:
             return group.results(entry.name, group.call(entry, trace), timeout_s, trace), None
         except RpcTimeout as error:
@@ -143,7 +144,7 @@ class CollectiveRpc:
             self._overseer.rpc_raised(generation)
             return [], error
         finally:
-            generation.rpcs.remove(entry.name)
+            generation.rpcs.remove(call)
 
     def forget(self, key: str) -> bool:
         """Take the journalled call with this key out of the replay; returns whether there was one."""

@@ -157,6 +157,7 @@ class WorkerActor:
     def adjust_rank(self, mapping: Mapping[int, int]) -> int:
         """Take the rank that the mapping (created rank -> rank) gives this worker."""
         self._rank = mapping[self._created_rank]
+        self._enter(Phase.STARTING)  # the others may have come up long after
         return self._rank
 
     def free_port(self) -> int:
@@ -323,8 +324,9 @@ class WorkerActor:
             while not self._lease.valid(now):  # bounded: see _keep_lease
                 time.sleep(_LEASE_WAIT_S)
                 now = time.monotonic()
-            self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
-            self._steps_done += 1
+            if kind == StepKind.STEP:  # others say nothing of how long one takes
+                self._slowest_step_s = max(self._slowest_step_s, now - self._step_began)
+                self._steps_done += 1
             self._idle_since = time.time_ns() if began else 0
             self._last_step = step_id
             self._step_in_hand = -1

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -24,7 +23,7 @@ from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from resilient_executor.errors import brief
 from resilient_executor.processes import identify, take_ordinary_priority
@@ -36,7 +35,7 @@ from resilient_executor.supervisor.heartbeats import Heartbeats
 from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.progress import DriverView
 from resilient_executor.supervisor.pulse import Pulse
-from resilient_executor.supervisor.reports import ask_agents, collect
+from resilient_executor.supervisor.reports import ask_agents, collect, death_notice
 from resilient_executor.supervisor.stalls import StallReport
 from resilient_executor.supervisor.status import News
 from resilient_executor.supervisor.status import status as status_of
@@ -253,7 +252,11 @@ class SupervisorActor:
         while epoch == self._epoch:
             # A little behind the beats: after their answers, and before the process has gone to rest again.
             await asyncio.sleep(until_tick(self._interval_s, time.monotonic()) + _BEHIND * self._interval_s)
-            convictions, suspects = watch.judge(time.monotonic())
+            try:
+                convictions, suspects = watch.judge(time.monotonic())
+            except Exception:  # somebody must go on judging
+                logger.exception("the detectors failed")
+                continue
             if suspects and (looking is None or looking.done()):
                 looking = self._spawn(self._look(watch, suspects))
             for conviction in convictions:
@@ -387,12 +390,3 @@ async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
-
-
-def death_notice(error: BaseException, rank: int) -> tuple[CauseKind, int, str]:
-    """What Ray's paragraph about a dead actor says, in a few words: kind of cause, the rank, and a text."""
-    match = re.search(r"Worker exit type: (\w+)", str(error))
-    exit_type = match.group(1) if match else type(error).__name__
-    if isinstance(error, OutOfMemoryError) or "OUT_OF_MEMORY" in exit_type:
-        return CauseKind.OUT_OF_MEMORY, rank, "Ray's memory monitor killed it to protect the node (OUT_OF_MEMORY)"
-    return CauseKind.PROCESS_EXIT, rank, f"Ray reports {exit_type}"

@@ -15,6 +15,7 @@ A group can hang in three ways, and each is looked for:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,12 +39,14 @@ class DriverView:
 
     Attributes:
         step: the newest that it has in flight, or -1.
-        rpc: the collective RPC that it has in flight, or "".
+        rpc: the collective RPC that it has in flight, or ""; the oldest of several.
+        rpc_age_s: for how long.
         serving: the group is in service, and in no phase of a start: every worker has said so.
     """
 
     step: int = -1
     rpc: str = ""
+    rpc_age_s: float = 0.0
     serving: bool = False
 
 
@@ -136,7 +139,11 @@ class ProgressDetector:
         self._behind_since: float | None = None
         self._baseline = -1
         self._view = DriverView()
-        self._told_at = self._serving_since = now
+        self._told_at = -math.inf
+        self._serving_since = now
+        #: Rank -> its steps before this epoch's first word of it in service; and how many of the group's are counted.
+        self._base: dict[int, int] = {}
+        self._counted = 0
         #: Ranks that were heard since the driver spoke: what they say is newer.
         self._heard_since: set[int] = set()
         self._last_pass = now
@@ -148,9 +155,10 @@ class ProgressDetector:
         self._heard_since.add(progress.rank)
         if progress.phase is not Phase.SERVING or before is None:
             return  # what a predecessor has seen of this epoch, it has not told
-        # A step of the group counts once, however many ranks have run it.
-        steps = progress.steps_done - before.steps_done if progress.rank == self._ranks[0] else 0
-        self._deadline.learn(progress.slowest_step_s, steps)
+        # A step of the group counts once, however many ranks have run it, and whoever is heard first.
+        done = progress.steps_done - self._base.setdefault(progress.rank, before.steps_done)
+        self._deadline.learn(progress.slowest_step_s, max(0, done - self._counted))
+        self._counted = max(self._counted, done)
 
     def told(self, view: DriverView, now: float) -> None:
         """The driver has spoken, at ``now``."""
@@ -167,7 +175,7 @@ class ProgressDetector:
         """
         progress = self._progress.get(rank)
         own = progress.phase if progress is not None else None
-        if self._view.serving and rank not in self._heard_since and now - self._told_at <= _WORD_S:
+        if self._view.serving and rank not in self._heard_since and self._is_fresh(now):
             return Phase.SERVING if own is not Phase.STOPPING else own
         return own
 
@@ -183,8 +191,8 @@ class ProgressDetector:
         return (
             self._phase_overdue()
             or self._step_overdue(running_silent or {})
-            or self._step_lost(now, late)
             or self._deaf(running_silent or {}, now)
+            or self._step_lost(now, late)
         )
 
     def _phase_overdue(self) -> Stall | None:
@@ -210,8 +218,10 @@ class ProgressDetector:
     def _step_lost(self, now: float, late: bool) -> Stall | None:
         """A step that some have finished, or the driver waits for, and others have not even begun."""
         everyone = [self._progress.get(rank) for rank in self._ranks]
-        known = [p for p in everyone if p is not None and p.phase is Phase.SERVING]
-        if len(known) < len(everyone) or any(p.step_in_hand >= 0 for p in known):
+        known = [p for p in everyone if p is not None and self.phase_of(p.rank, now) is Phase.SERVING]
+        # With the lock in a call nobody takes a step, or answers: what was last heard of them may differ by one.
+        calls = bool(self._view.rpc) and self._is_fresh(now)
+        if len(known) < len(everyone) or any(p.step_in_hand >= 0 for p in known) or calls:
             self._behind_since = None
             return None
         # A step that was raised in goes no further: those behind it never see it, and need not.
@@ -231,9 +241,11 @@ class ProgressDetector:
     def _deaf(self, running_silent: Mapping[int, float], now: float) -> Stall | None:
         for rank, silent_s in running_silent.items():
             progress, phase, silence_s = self._progress.get(rank), self.phase_of(rank, now), silent_s
-            if self._may_be_in_a_call(progress, now):
+            if self.may_be_in_a_call(rank, silence_s, now):
                 continue  # a call has a timeout of its own
-            if progress is None or phase is Phase.SERVING:
+            if progress is None and self._is_fresh(now) and phase is None:  # the driver says that it is none of service
+                limit = max(self._deadline.seconds, *self._limits.values())
+            elif progress is None or phase is Phase.SERVING:
                 limit = self._deadline.seconds
                 if progress is not None and progress.phase is not phase:  # silent before, it was loading
                     silence_s = min(silence_s, now - self._serving_since)
@@ -246,12 +258,25 @@ class ProgressDetector:
                 return Stall((rank,), silence_s, limit, text)
         return None
 
-    def _may_be_in_a_call(self, progress: Progress | None, now: float) -> bool:
-        """Its own word, or, where it has not been in a step, the driver's."""
-        if progress is not None and progress.rpc_in_hand:
-            return True
-        called = bool(self._view.rpc) and now - self._told_at <= _WORD_S
-        return called and (progress is None or progress.step_in_hand < 0)
+    def may_be_in_a_call(self, rank: int, silence_s: float, now: float) -> bool:
+        """Whether a rank may be in a collective RPC, which excuses its silence.
+
+        In service an old word of its own counts for nothing: the call that it names may be long over. Then the driver
+        says whether there is one; it must have begun before the silence did, and not while the rank was in a step that
+        is still in flight. Where the driver is silent, too, either will do.
+        """
+        progress, view = self._progress.get(rank), self._view
+        own = progress is not None and bool(progress.rpc_in_hand)
+        if not self._is_fresh(now):
+            return own or bool(view.rpc)
+        if rank in self._heard_since or not view.serving:
+            return own
+        in_step = progress is not None and 0 <= progress.step_in_hand <= view.step
+        before = view.rpc_age_s + (now - self._told_at) + 2 * self._interval_s >= silence_s
+        return bool(view.rpc) and before and not in_step
+
+    def _is_fresh(self, now: float) -> bool:
+        return now - self._told_at <= _WORD_S
 
     def _overdue(self, step: int, age_s: float, limit_s: float) -> str:
         how = "learnt from the steps before" if self._deadline.learnt else "no steps to learn from yet"

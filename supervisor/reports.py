@@ -1,17 +1,19 @@
-"""Collects what a stall report needs from the node agents, in bounded time."""
+"""Collects what a stall report needs from the node agents, in bounded time; and what Ray says of a death."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor.calls import within
+from resilient_executor.supervisor.incidents import CauseKind
 from resilient_executor.supervisor.stalls import StallReport, make_report, share_of
 from resilient_executor.supervisor.watch import Watch
 
@@ -75,3 +77,12 @@ async def collect(
         ranks=ranks,
         tensor_parallel_size=tensor_parallel_size,
     )
+
+
+def death_notice(error: BaseException, rank: int) -> tuple[CauseKind, int, str]:
+    """What Ray's paragraph about a dead actor says, in a few words: kind of cause, the rank, and a text."""
+    match = re.search(r"Worker exit type: (\w+)", str(error))
+    exit_type = match.group(1) if match else type(error).__name__
+    if isinstance(error, OutOfMemoryError) or "OUT_OF_MEMORY" in exit_type:
+        return CauseKind.OUT_OF_MEMORY, rank, "Ray's memory monitor killed it to protect the node (OUT_OF_MEMORY)"
+    return CauseKind.PROCESS_EXIT, rank, f"Ray reports {exit_type}"

@@ -181,9 +181,10 @@ class Watch:
         return convictions, suspects
 
     def _may_wait(self, rank: int, now: float) -> bool:
-        progress = self.progress.get(rank)
-        in_call = progress is not None and bool(progress.rpc_in_hand)
-        return in_call or self._group.phase_of(rank, now) is not Phase.SERVING
+        silence_s = self._liveness[rank].silence_s(now)
+        return self._group.phase_of(rank, now) is not Phase.SERVING or self._group.may_be_in_a_call(
+            rank, silence_s, now
+        )
 
     def _is_proven(self, rank: int, now: float) -> bool:
         """Whether the node's agent looked last and did not see it run.

@@ -16,7 +16,7 @@ def test_a_call_that_has_ended_is_not_what_a_rank_was_doing(in_flight: str, expe
     """The last heartbeat may be older than the end of a call; the executor knows which one is in flight."""
     lifecycle = Lifecycle()
     overseer = Overseer(ExecutorConfig(worker=WorkerSpec("some.engine:Worker")), lifecycle)
-    generation = lifecycle.current = Generation(epoch=1, served=True, rpcs=[in_flight] if in_flight else [])
+    generation = lifecycle.current = Generation(epoch=1, served=True, rpcs=[(in_flight, 0.0)] if in_flight else [])
     heartbeat = Progress(0, 1, Phase.SERVING, -1, 0.0, 3, -1, "get_kv_cache_spec")
     overseer.on_finding(Finding(1, CauseKind.PROCESS_EXIT, 0, 0.0, "its process ended", doing=heartbeat))
     assert generation.doing[0] == expected

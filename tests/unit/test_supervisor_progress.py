@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import pytest
@@ -270,59 +269,6 @@ def test_a_deaf_worker_has_until_the_deadline_of_what_it_does(
     if stall is not None:
         assert stall.ranks == (0,)
         assert "Python's lock" in stall.text
-
-
-SERVES = DriverView(serving=True)
-
-
-@settings(max_examples=300)
-@given(st.sampled_from([*LIMITS]), st.floats(0.0, 20.0), st.floats(0.0, 90.0))
-def test_one_that_falls_silent_as_it_begins_to_serve_is_not_taken_for_one_that_loads(
-    phase: Phase, loads: float, serves: float
-) -> None:
-    """Its last word was that it loads, and that may take ten minutes."""
-    deadline, now = step_deadline(), 0.0
-    it = detector(2, deadline)
-    feed(it, idle(0), idle(1, phase=phase, phase_age_s=1.0))
-    while now < loads + serves:
-        now += INTERVAL
-        if now % 1.0 == 0.0:
-            it.told(SERVES if now >= loads else DriverView(), now)
-        it.heard(idle(0))
-        stall = it.evaluate(now, {1: now})
-        begun = math.ceil(max(loads, 1.0))
-        if now > begun + deadline.seconds:
-            assert stall is not None
-            assert stall.ranks == (1,)
-            return
-        assert stall is None, "what it was silent for while it loaded does not count"
-
-
-def test_what_a_worker_says_after_the_driver_is_newer() -> None:
-    """A graph that is built with the first step is compiled in a group that serves."""
-    it = detector(1)
-    it.told(SERVES, 0.0)
-    it.heard(idle(0, phase=Phase.COMPILING))
-    assert it.phase_of(0, 0.5) is Phase.COMPILING
-    assert it.evaluate(0.5, {0: 50.0}) is None
-
-
-def test_a_driver_that_has_not_spoken_for_a_while_says_nothing_of_now() -> None:
-    it = detector(1)
-    it.heard(idle(0, phase=Phase.LOADING))
-    it.told(SERVES, 0.0)
-    assert [it.phase_of(0, now) for now in (1.0, 2.9, 3.1)] == [Phase.SERVING, Phase.SERVING, Phase.LOADING]
-
-
-@pytest.mark.parametrize("known", [[], [idle(0)], [busy(0, 10, 0.1)]])
-def test_a_call_that_holds_the_lock_from_its_first_moment_convicts_nobody(known: list[Progress]) -> None:
-    """No heartbeat has seen it in the call; but one that was in a step may be stuck there."""
-    it = detector(1)
-    feed(it, *known)
-    for beat in range(1, 100):
-        it.told(DriverView(rpc="add_lora", serving=True), beat * INTERVAL)
-        stall = it.evaluate(beat * INTERVAL, {0: beat * INTERVAL})
-        assert (stall is not None) == (known == [busy(0, 10, 0.1)] and beat * INTERVAL > FLOOR)
 
 
 @pytest.mark.parametrize("wrong", [{"floor_s": 0.0}, {"ceiling_s": -1.0}, {"first_s": 0.0}, {"factor": 0.5}])
