@@ -112,7 +112,10 @@ class RpcLost(ResilientExecutorError):
 
 
 class RpcTimeout(ResilientExecutorError, TimeoutError):
-    """A collective RPC did not answer within its timeout; the workers live and may still be running it."""
+    """A collective RPC did not answer within its timeout; the workers live and may still be running it.
+
+    A worker that goes on holding Python's lock in it, for longer than a step may take, is then taken for stuck.
+    """
 
     def __init__(self, method: str, timeout_s: float, ranks: tuple[int, ...]) -> None:
         super().__init__(

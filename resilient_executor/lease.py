@@ -21,7 +21,7 @@ _UNKNOWN_S: Final = 1.0
 
 
 class Lease:
-    """Safe for several threads in the way it is used: one writes the last renewal, the others read it.
+    """Safe for several threads in the way it is used: renewals are rare, and one that is lost comes again.
 
     Args:
         duration_s: from a proven answer to the end; none before the first renewal.

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -138,9 +138,11 @@ class Overseer:
             return DriverView()
         # A graph that is built with the first step is a phase of a group in service.
         serving = generation.served and not generation.condemned and not self._lifecycle.phase
-        step = generation.pipeline.newest_step if generation.pipeline is not None else -1
         rpc, began = next(iter(generation.rpcs.copy()), ("", time.monotonic()))
-        return DriverView(step, rpc, time.monotonic() - began, serving)
+        view = DriverView(rpc=rpc, rpc_age_s=time.monotonic() - began, serving=serving)
+        if (pipeline := generation.pipeline) is None:
+            return view
+        return replace(view, oldest=pipeline.oldest_step, step=pipeline.newest_step, steps_read=pipeline.steps_read)
 
     def on_finding(self, finding: Finding) -> None:
         """News from the supervisor about one worker."""

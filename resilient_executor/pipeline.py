@@ -145,6 +145,8 @@ class StepPipeline:
         self._submit_lock = threading.RLock()
         self._read_lock = threading.RLock()
         self._reader_lock = threading.Lock()
+        #: Real steps whose replies have come, over the epoch.
+        self.steps_read = 0
         self._condemned = False
         self._settled = threading.Event()
         self._settled.set()
@@ -258,6 +260,7 @@ class StepPipeline:
         self._inflight.popleft()
         step.references = None
         if error is None and step.kind == StepKind.STEP:  # a warm-up has no output that an aggregator could understand
+            self.steps_read += 1
             try:
                 step.output = self._output_of(replies)
             except Exception as raised:  # noqa: BLE001 - the engine's own: its classes, its aggregator

@@ -266,7 +266,7 @@ class Progress:
         failed_step: the last step in which the engine's worker raised, or -1.
         rpc_in_hand: the name of the collective RPC that it runs, or "".
         phase_age_s: seconds since the phase began.
-        steps_done: steps that it has finished in this epoch.
+        steps_done: steps that it has finished in this epoch, or raised in; warm-ups do not count.
         slowest_step_s: the slowest of those that it has finished since the supervisor's heartbeat before this one.
         asleep: it sleeps until it is rung, see ``doorbell.py``.
     """

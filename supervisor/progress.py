@@ -31,6 +31,8 @@ MEMORY: Final = 256
 
 #: The driver speaks once a second; what it said longer ago than this, in seconds, says nothing of now.
 _WORD_S: Final = 3.0
+#: On a busy machine heartbeats may be so far apart, in seconds; a call may begin at the end of such a gap.
+_SLOW_BEATS_S: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,16 @@ class DriverView:
 
     Attributes:
         step: the newest that it has in flight, or -1.
+        oldest: the oldest that it has in flight, or -1.
+        steps_read: how many the group has finished, to its last rank, in this epoch.
         rpc: the collective RPC that it has in flight, or ""; the oldest of several.
         rpc_age_s: for how long.
         serving: the group is in service, and in no phase of a start: every worker has said so.
     """
 
     step: int = -1
+    oldest: int = -1
+    steps_read: int = 0
     rpc: str = ""
     rpc_age_s: float = 0.0
     serving: bool = False
@@ -141,9 +147,10 @@ class ProgressDetector:
         self._view = DriverView()
         self._told_at = -math.inf
         self._serving_since = now
-        #: Rank -> its steps before this epoch's first word of it in service; and how many of the group's are counted.
-        self._base: dict[int, int] = {}
-        self._counted = 0
+        #: Steps that the deadline knows of; None before the driver has said that the group serves.
+        self._counted: int | None = None
+        #: Rank -> until when its silence was last excused by a call.
+        self._excused: dict[int, float] = {}
         #: Ranks that were heard since the driver spoke: what they say is newer.
         self._heard_since: set[int] = set()
         self._last_pass = now
@@ -153,17 +160,18 @@ class ProgressDetector:
         before = self._progress.get(progress.rank)
         self._progress[progress.rank] = progress
         self._heard_since.add(progress.rank)
-        if progress.phase is not Phase.SERVING or before is None:
-            return  # what a predecessor has seen of this epoch, it has not told
-        # A step of the group counts once, however many ranks have run it, and whoever is heard first.
-        done = progress.steps_done - self._base.setdefault(progress.rank, before.steps_done)
-        self._deadline.learn(progress.slowest_step_s, max(0, done - self._counted))
-        self._counted = max(self._counted, done)
+        if progress.phase is Phase.SERVING and before is not None:  # a predecessor may have been told of slower ones
+            self._deadline.learn(progress.slowest_step_s, 0)
 
     def told(self, view: DriverView, now: float) -> None:
         """The driver has spoken, at ``now``."""
-        if view.serving and not self._view.serving:
-            self._serving_since = now
+        if view.serving:
+            if not self._view.serving:
+                self._serving_since = now
+            if self._counted is None:  # what a predecessor has seen of this epoch, it has not told
+                self._counted = view.steps_read if self._told_at == -math.inf else 0
+            self._deadline.learn(0.0, max(0, view.steps_read - self._counted))
+            self._counted = view.steps_read
         self._view, self._told_at = view, now
         self._heard_since.clear()
 
@@ -188,11 +196,18 @@ class ProgressDetector:
         """
         late = now - self._last_pass > 2 * self._interval_s
         self._last_pass = now
+        # What a call was excused for does not count afterwards: neither against the rank, nor against the next call.
+        silent = {
+            rank: min(silence_s, now - self._excused.get(rank, -math.inf))
+            for rank, silence_s in (running_silent or {}).items()
+        }
+        excused = [rank for rank, silence_s in silent.items() if self.may_be_in_a_call(rank, silence_s, now)]
+        self._excused.update(dict.fromkeys(excused, now))
         return (
             self._phase_overdue()
-            or self._step_overdue(running_silent or {})
-            or self._deaf(running_silent or {}, now)
-            or self._step_lost(now, late)
+            or self._step_overdue(silent)
+            or self._deaf({rank: silent[rank] for rank in silent if rank not in excused}, now)
+            or self._step_lost(now, late or bool(excused))
         )
 
     def _phase_overdue(self) -> Stall | None:
@@ -219,9 +234,7 @@ class ProgressDetector:
         """A step that some have finished, or the driver waits for, and others have not even begun."""
         everyone = [self._progress.get(rank) for rank in self._ranks]
         known = [p for p in everyone if p is not None and self.phase_of(p.rank, now) is Phase.SERVING]
-        # With the lock in a call nobody takes a step, or answers: what was last heard of them may differ by one.
-        calls = bool(self._view.rpc) and self._is_fresh(now)
-        if len(known) < len(everyone) or any(p.step_in_hand >= 0 for p in known) or calls:
+        if len(known) < len(everyone) or any(p.step_in_hand >= 0 for p in known):
             self._behind_since = None
             return None
         # A step that was raised in goes no further: those behind it never see it, and need not.
@@ -241,10 +254,8 @@ class ProgressDetector:
     def _deaf(self, running_silent: Mapping[int, float], now: float) -> Stall | None:
         for rank, silent_s in running_silent.items():
             progress, phase, silence_s = self._progress.get(rank), self.phase_of(rank, now), silent_s
-            if self.may_be_in_a_call(rank, silence_s, now):
-                continue  # a call has a timeout of its own
             if progress is None and self._is_fresh(now) and phase is None:  # the driver says that it is none of service
-                limit = max(self._deadline.seconds, *self._limits.values())
+                limit = max([self._deadline.seconds, *self._limits.values()])
             elif progress is None or phase is Phase.SERVING:
                 limit = self._deadline.seconds
                 if progress is not None and progress.phase is not phase:  # silent before, it was loading
@@ -262,17 +273,19 @@ class ProgressDetector:
         """Whether a rank may be in a collective RPC, which excuses its silence.
 
         In service an old word of its own counts for nothing: the call that it names may be long over. Then the driver
-        says whether there is one; it must have begun before the silence did, and not while the rank was in a step that
-        is still in flight. Where the driver is silent, too, either will do.
+        says whether there is one; it must have begun before the silence did, or soon after, and not while the rank was
+        in a step that is still in flight. Where the driver is silent, too, either will do.
         """
         progress, view = self._progress.get(rank), self._view
         own = progress is not None and bool(progress.rpc_in_hand)
         if not self._is_fresh(now):
             return own or bool(view.rpc)
-        if rank in self._heard_since or not view.serving:
+        if rank in self._heard_since:
             return own
-        in_step = progress is not None and 0 <= progress.step_in_hand <= view.step
-        before = view.rpc_age_s + (now - self._told_at) + 2 * self._interval_s >= silence_s
+        if not view.serving:
+            return own or bool(view.rpc)
+        in_step = progress is not None and progress.step_in_hand >= view.oldest >= 0
+        before = view.rpc_age_s + (now - self._told_at) + 2 * self._interval_s + _SLOW_BEATS_S >= silence_s
         return bool(view.rpc) and before and not in_step
 
     def _is_fresh(self, now: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,8 @@ from resilient_executor.supervisor.stalls import RankReport
 
 if TYPE_CHECKING:
     from resilient_executor.config import ExecutorConfig
+
+logger = logging.getLogger(__name__)
 
 #: Clock ticks of processor time between two looks that prove that a process runs: one may be Ray's own housekeeping.
 _RAN_TICKS: Final = 2
@@ -173,7 +176,11 @@ class Watch:
             if verdict.state is not Liveness.ALIVE:
                 suspects.append(rank)
         running_silent = {rank: self._liveness[rank].silence_s(now) for rank in suspects if rank in self._runs}
-        stall = self._group.evaluate(now, running_silent)
+        try:
+            stall = self._group.evaluate(now, running_silent)
+        except Exception:  # whoever is frozen is to be found all the same
+            logger.exception("the progress of epoch %d could not be judged", self.epoch)
+            stall = None
         if stall is not None and not self._stalled and not self._frozen:
             self._stalled = True
             self.deadline.convicted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -65,7 +66,8 @@ def test_a_call_that_holds_the_lock_from_its_first_moment_convicts_nobody(
     feed(it, *known)
     for beat in range(1, 100):
         now = beat * INTERVAL
-        it.told(DriverView(10 if in_flight else -1, "add_lora", now, serving=True), now)
+        step = 10 if in_flight else -1
+        it.told(DriverView(step, step, 0, "add_lora", now, serving=True), now)
         stall = it.evaluate(now, {0: now})
         assert (stall is not None) == (in_flight and known == [busy(0, 10, 0.1)] and now > FLOOR)
 
@@ -93,9 +95,17 @@ def test_a_call_that_is_over_excuses_nobody(last: Progress) -> None:
 
 def test_a_call_excuses_only_a_silence_that_it_has_begun() -> None:
     """One that came later can never return, and must not hide that."""
-    late = silent_with(busy(0, -1, 0.0), lambda now: DriverView(7, "read", max(0.0, now - 3.0), serving=True))
+
+    def called_at(began: float) -> Callable[[float], DriverView]:
+        def view(now: float) -> DriverView:
+            called = now >= began
+            return DriverView(7, 7, 0, "read" if called else "", now - began if called else 0.0, serving=True)
+
+        return view
+
+    late = silent_with(idle(0), called_at(6.0))
     assert FLOOR < late[0] <= FLOOR + 1.0
-    assert silent_with(busy(0, -1, 0.0), lambda now: DriverView(7, "read", now + 0.1, serving=True)) == []
+    assert silent_with(idle(0), called_at(0.5)) == []
 
 
 def test_a_call_in_flight_of_which_the_driver_is_silent_is_not_forgotten() -> None:
@@ -130,13 +140,51 @@ def test_one_of_which_nothing_was_heard_may_load_as_long_as_that_may_take(told: 
     assert found[0] == (max(LIMITS.values()) if told else FIRST) + INTERVAL
 
 
-def test_steps_count_whoever_has_run_them() -> None:
-    """The first rank hangs in its first step; that the others have run it ends the doubled patience all the same."""
+def test_steps_count_when_the_driver_has_read_them() -> None:
+    """Not when a rank has run them, that may be a step ahead of the one that hangs; nor by who is heard first."""
     deadline = step_deadline()
     deadline.learn(0.01, 10)
     deadline.convicted()
-    assert deadline.seconds == 2 * FLOOR
     it = detector(2, deadline)
-    compiling = [idle(rank, phase=Phase.COMPILING, steps_done=0) for rank in (0, 1)]
-    feed(it, *compiling, idle(1, 3, steps_done=3))
+    it.told(DriverView(), 0.0)
+    feed(it, *(idle(rank, phase=Phase.COMPILING, steps_done=0) for rank in (0, 1)), idle(1, 3, steps_done=3))
+    it.told(DriverView(7, 7, 0, serving=True), 1.0)
+    assert deadline.seconds == 2 * FLOOR
+    it.told(DriverView(8, 8, 1, serving=True), 2.0)
     assert deadline.seconds == FLOOR
+
+
+def test_a_new_supervisor_has_not_learnt_from_steps_that_it_has_not_seen() -> None:
+    deadline = step_deadline()
+    it = detector(1, deadline)
+    it.told(DriverView(steps_read=1000, serving=True), 0.0)
+    assert not deadline.learnt
+    it.told(DriverView(steps_read=1005, serving=True), 1.0)
+    assert deadline.learnt
+
+
+@pytest.mark.parametrize("after", [DriverView(serving=True), DriverView(rpc="another", rpc_age_s=0.1, serving=True)])
+def test_what_a_call_excused_does_not_count_when_it_is_over(after: DriverView) -> None:
+    """The news that it has ended may come before the answer of the rank that it has ended on."""
+    it, deadline, now = detector(1), 60.0, 0.0
+    feed(it, idle(0), idle(0))
+    convicted: list[float] = []
+    while not convicted and now < 100.0:
+        now += INTERVAL
+        view = DriverView(rpc="load", rpc_age_s=now, serving=True) if now <= deadline else after
+        it.told(view if view is not after else dataclasses.replace(after, rpc_age_s=now - deadline), now)
+        if it.evaluate(now, {0: now}) is not None:
+            convicted.append(now)
+    assert convicted == ([] if after.rpc else [deadline + FLOOR + INTERVAL])
+
+
+def test_a_lost_step_is_found_while_a_call_goes_on_that_everyone_answers_in() -> None:
+    it = detector(2)
+    for beat in range(1, 40):
+        now = beat * INTERVAL
+        it.told(DriverView(10, 10, rpc="save", rpc_age_s=now, serving=True), now)
+        feed(it, idle(0, 9), idle(1, 9))
+        if it.evaluate(now) is not None:
+            assert now <= FLOOR + 2.0
+            return
+    pytest.fail("nobody has found it")

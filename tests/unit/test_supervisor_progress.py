@@ -145,18 +145,6 @@ def test_all_ranks_that_have_not_finished_the_step_are_named() -> None:
     assert stall.ranks == (0, 1)
 
 
-def test_a_new_supervisor_learns_anew() -> None:
-    """The first heartbeat that it hears speaks of steps whose length it does not know."""
-    deadline = step_deadline()
-    it = detector(2, deadline)
-    feed(it, idle(0, 1000), idle(1, 1000))
-    assert not deadline.learnt
-    feed(it, idle(0, 1004), idle(1, 1004))
-    assert not deadline.learnt, "four steps on two ranks are four steps"
-    feed(it, idle(0, 1005))
-    assert deadline.learnt
-
-
 def test_who_does_not_answer_may_be_in_the_step_too() -> None:
     it = detector(2)
     feed(it, idle(0), idle(1))
