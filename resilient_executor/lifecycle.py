@@ -130,12 +130,11 @@ class Lifecycle:
         *,
         serving: Generation | None = None,
         failure: ExecutorFailed | None = None,
-        first: Callable[[], object] = bool,
+        ends: Incident | None = None,
     ) -> bool:
         """Enter a state; everyone who waits looks again. The final states are never left.
 
-        ``first`` is called when the state will be entered, before anybody sees it: an incident is closed before the
-        HEALTHY that ends it.
+        ``ends`` is the incident that this ends; it is closed before anybody can see the new state.
 
         Returns:
             whether the state was entered.
@@ -145,7 +144,8 @@ class Lifecycle:
                 return False
             if serving is not None and serving.condemned:
                 return False
-            first()
+            if ends is not None:
+                ends.resolve("failed" if state is ExecutorState.FAILED else "recovered", time.time())
             before, self._state = self._state, state
             self.serving = serving
             self._failure = failure or self._failure

@@ -11,8 +11,7 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Final
 
 from resilient_executor.config import ExecutorConfig
@@ -90,8 +89,7 @@ class Overseer:
             if generation.condemned:
                 return False
             generation.served = True
-            close = partial(ends.resolve, "recovered", time.time()) if ends is not None else bool
-            return self._lifecycle.move(ExecutorState.HEALTHY, serving=generation, first=close)
+            return self._lifecycle.move(ExecutorState.HEALTHY, serving=generation, ends=ends)
 
     def condemn(self, generation: Generation, evidence: Evidence, own_exit: RankExit | None = None) -> None:
         """End an epoch: from here on, nothing of it is believed. What else is known of its end is kept, too."""
@@ -139,10 +137,9 @@ class Overseer:
         # A graph that is built with the first step is a phase of a group in service.
         serving = generation.served and not generation.condemned and not self._lifecycle.phase
         rpc, began = next(iter(generation.rpcs.copy()), ("", time.monotonic()))
-        view = DriverView(rpc=rpc, rpc_age_s=time.monotonic() - began, serving=serving)
-        if (pipeline := generation.pipeline) is None:
-            return view
-        return replace(view, oldest=pipeline.oldest_step, step=pipeline.newest_step, steps_read=pipeline.steps_read)
+        pipe = generation.pipeline
+        steps = (-1, -1, 0) if pipe is None else (pipe.newest_step, pipe.oldest_step, pipe.steps_read)
+        return DriverView(*steps, rpc, time.monotonic() - began, serving)
 
     def on_finding(self, finding: Finding) -> None:
         """News from the supervisor about one worker."""
@@ -233,8 +230,7 @@ class Overseer:
                 logger.exception("the overseer failed at %s", type(work).__name__)
                 failure = ExecutorFailed(f"internal error in the overseer: {type(error).__name__}: {error}")
                 incident = work.generation.incident
-                close = partial(incident.resolve, "failed", time.time()) if incident is not None else bool
-                self._lifecycle.move(ExecutorState.FAILED, failure=failure, first=close)
+                self._lifecycle.move(ExecutorState.FAILED, failure=failure, ends=incident)
                 self._lifecycle.emit("failed", incident=incident)
 
     def _rebuild(self, dead: Generation) -> None:

@@ -252,11 +252,7 @@ class SupervisorActor:
         while epoch == self._epoch:
             # A little behind the beats: after their answers, and before the process has gone to rest again.
             await asyncio.sleep(until_tick(self._interval_s, time.monotonic()) + _BEHIND * self._interval_s)
-            try:
-                convictions, suspects = watch.judge(time.monotonic())
-            except Exception:  # somebody must go on judging
-                logger.exception("the detectors failed")
-                continue
+            convictions, suspects = watch.judge(time.monotonic())
             if suspects and (looking is None or looking.done()):
                 looking = self._spawn(self._look(watch, suspects))
             for conviction in convictions:
@@ -313,7 +309,9 @@ class SupervisorActor:
         deadline = last_tick(self._interval_s, now, now + timeout_s)
         while epoch == self._epoch and len(self._findings) <= known:
             self._changed.clear()
-            if not await _within(self._changed.wait(), deadline - time.monotonic()):
+            try:
+                await within(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
                 break
         return list(self._findings) if epoch == self._epoch else []
 
@@ -382,11 +380,3 @@ class SupervisorActor:
             result.dead[member.rank] = death_notice(error, member.rank)[2]
         except Exception as error:  # noqa: BLE001 - any failure to answer is the answer
             result.silent[member.rank] = brief(error)
-
-
-async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
-    try:
-        await asyncio.wait_for(work, max(0.0, timeout_s))
-    except asyncio.TimeoutError:
-        return False
-    return True

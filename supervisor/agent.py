@@ -24,6 +24,7 @@ from resilient_executor.lease import Lease
 from resilient_executor.processes import ProcessHandle, identify, take_ordinary_priority, vitals
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Vitals
 from resilient_executor.supervisor.beats import Beats
+from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.links import Door, silent_of
 from resilient_executor.supervisor.stalls import tidy_stacks
 
@@ -121,7 +122,7 @@ class NodeAgent:
             if len(found) > known or remaining <= 0:
                 return found
             try:
-                await asyncio.wait_for(changed.wait(), remaining)
+                await within(changed.wait(), remaining)
             except asyncio.TimeoutError:
                 continue
 

@@ -22,7 +22,7 @@ from resilient_executor.protocol import ProcessIdentity, Progress
 from resilient_executor.supervisor.beats import Beats
 from resilient_executor.supervisor.calls import within
 from resilient_executor.supervisor.pulse import Pulse
-from resilient_executor.supervisor.ticks import until_tick
+from resilient_executor.supervisor.ticks import rest_s
 from resilient_executor.supervisor.watch import Watch, WatchSettings
 
 if TYPE_CHECKING:
@@ -129,8 +129,7 @@ class Heartbeats:
                 began = time.monotonic()
                 answers = await own.ask(self._beats(left), interval_s / 2, patience_s)
                 self._take(left, answers, time.monotonic())
-                over = time.monotonic()
-                await asyncio.sleep(max(0.0, min(interval_s - (over - began), until_tick(interval_s, over))))
+                await asyncio.sleep(rest_s(interval_s, began, time.monotonic()))
         finally:
             own.close()
 
@@ -175,8 +174,7 @@ class Heartbeats:
                     continue  # it was this process that did not run
                 logger.warning("heartbeats go past the agent of %s: %s", members[0].node_ip, brief(error))
                 return
-            over = time.monotonic()
-            await asyncio.sleep(max(0.0, min(interval_s - (over - began), until_tick(interval_s, over))))
+            await asyncio.sleep(rest_s(interval_s, began, time.monotonic()))
 
     def _take(
         self, asked: Mapping[ProcessIdentity, Member], answers: Mapping[ProcessIdentity, Answer], over_s: float

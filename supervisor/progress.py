@@ -278,11 +278,10 @@ class ProgressDetector:
         """
         progress, view = self._progress.get(rank), self._view
         own = progress is not None and bool(progress.rpc_in_hand)
-        if not self._is_fresh(now):
-            return own or bool(view.rpc)
-        if rank in self._heard_since:
+        fresh = self._is_fresh(now)
+        if fresh and rank in self._heard_since:
             return own
-        if not view.serving:
+        if not (fresh and view.serving):
             return own or bool(view.rpc)
         in_step = progress is not None and progress.step_in_hand >= view.oldest >= 0
         before = view.rpc_age_s + (now - self._told_at) + 2 * self._interval_s + _SLOW_BEATS_S >= silence_s

@@ -22,6 +22,11 @@ def until_tick(period_s: float, now: float) -> float:
     return (math.floor(passed + _EARLY) + 1 - passed) * period_s
 
 
+def rest_s(period_s: float, began: float, now: float) -> float:
+    """How long a loop may rest at ``now`` whose round began at ``began``: to the next moment, a period at most."""
+    return max(0.0, min(period_s - (now - began), until_tick(period_s, now)))
+
+
 def last_tick(period_s: float, now: float, until: float) -> float:
     """The last moment in the time from ``now`` to ``until``; where there is none, ``until``."""
     tick = until + until_tick(period_s, until) - period_s

@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_executor.supervisor.ticks import last_tick, until_tick
+from resilient_executor.supervisor.ticks import last_tick, rest_s, until_tick
 
 PERIODS = st.floats(0.01, 60.0)
 TIMES = st.floats(0.0, 1e6)
@@ -41,6 +41,16 @@ def test_the_last_one_before_a_deadline(period: float, now: float, timeout: floa
     if timeout > 1.02 * period:
         assert last > until - 1.02 * period
         assert last > now
+
+
+@given(PERIODS, TIMES, st.floats(0.0, 100.0))
+def test_a_round_that_took_long_is_followed_at_once_and_none_rests_longer_than_a_period(
+    period: float, began: float, took: float
+) -> None:
+    rest = rest_s(period, began, began + took)
+    assert 0.0 <= rest <= period
+    if took >= period:
+        assert rest <= 1e-6 * (1 + began)
 
 
 def test_two_loops_wake_together() -> None:
