@@ -9,7 +9,8 @@ The socket has an abstract address (Linux): it is no file, and it ends with its 
 for the one who is rung: a full queue means that a ring is waiting there already, a dead one has no address any more.
 A sleep is bounded, too: by ``_LOOK_S``, after which the reader looks without having been rung.
 
-Nobody can ring on another node. A reader with a writer there looks at growing intervals instead.
+Nobody can ring on another node. What comes from there comes over a connection (``wire.py``), and the reader's ``poll``
+looks at that, too. Where Ray's own channels carry it, the reader looks at growing intervals instead.
 
 To wake takes longer than a short step. So a reader whose last wait was short spins for a moment before it sleeps: in a
 stream of short steps nobody sleeps, and where steps are long, or stop, a spin has been paid for once.
@@ -43,6 +44,7 @@ from ray.experimental.channel.common import SynchronousReader, SynchronousWriter
 from ray.experimental.channel.shared_memory_channel import CompositeChannel
 
 from resilient_executor.config import ExecutorConfig
+from resilient_executor.wire_channel import WireChannel
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +140,15 @@ class Doorbell:
             while True:
                 self._socket.recv(1)
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep until it rings, ``seconds`` at most."""
+    def sleep(self, seconds: float, wires: Sequence[int] = ()) -> None:
+        """Sleep until it rings, or there is something to read at one of these descriptors; ``seconds`` at most."""
         with contextlib.suppress(OSError), self._poll_lock:
             self.asleep = True
+            for wire in wires:
+                self._poll.register(wire, select.POLLIN)
             self._poll.poll(max(0.0, seconds) * 1e3)
+            for wire in wires:
+                self._poll.unregister(wire)
         self.asleep = False
 
     def close(self) -> None:
@@ -202,14 +208,23 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
             return results
         if spins:
             continue  # rings that came meanwhile are still there, and what they tell of may have been missed
-        longest_s = pause_s if bell.plan.remote else bell.look_s
-        pause_s = min(2 * pause_s, _REMOTE_LAST_S)
+        # Only those that are missing: others may hold the next step already, and would keep everybody awake.
+        wires = [wire for index in missing if (wire := _descriptor(channels[index])) >= 0]
+        if not bell.plan.remote or any(isinstance(channel, WireChannel) for channel in channels):
+            longest_s = bell.look_s
+        else:
+            longest_s, pause_s = pause_s, min(2 * pause_s, _REMOTE_LAST_S)
         if deadline is not None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise RayChannelTimeoutError(f"Cannot read all channels within {timeout} seconds")
             longest_s = min(longest_s, left_s)
-        bell.sleep(longest_s)
+        bell.sleep(longest_s, wires)
+
+
+def _descriptor(channel: Any) -> int:
+    """Where a message for this process comes in, for ``poll``; -1 where it comes through shared memory."""
+    return channel.fileno() if isinstance(channel, WireChannel) else -1
 
 
 def _direct(channel: Any) -> Any:

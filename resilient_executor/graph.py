@@ -19,7 +19,7 @@ import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import RayTaskError
 
-from resilient_executor import doorbell, ray_guard
+from resilient_executor import doorbell, ray_guard, wire_channel
 from resilient_executor.config import ExecutorConfig, Transport
 from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import ConfigError, StateError
@@ -69,7 +69,7 @@ class StepGraph:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
         try:
-            with buffer_size(config.step_buffer_bytes):
+            with buffer_size(config.step_buffer_bytes), wire_channel.wired():
                 self._dag: CompiledDAG | None = output.experimental_compile(
                     _submit_timeout=config.step_timeout_s,
                     _max_inflight_executions=config.inflight_limit,

@@ -39,6 +39,7 @@ from resilient_executor.protocol import (
     WorkerSpec,
 )
 from resilient_executor.telemetry import logs, propagation
+from resilient_executor.wire_channel import serve_worker
 from resilient_executor.worker_support import (
     capture,
     count_threads,
@@ -229,6 +230,7 @@ class WorkerActor:
         self._enter(Phase.COMPILING)
         self._bell = doorbell.listen_in_worker(bell) if bell is not None else None
         DAGContext.get_current().buffer_size_bytes = buffer_bytes
+        serve_worker()
 
     def shut_down(self) -> None:
         """Let the engine's worker put its things in order; its errors are logged, since its process ends anyway."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
+from resilient_executor import wire_channel
 from resilient_executor.protocol import WorkerException, WorkerSpec
 from resilient_executor.telemetry import propagation
 
@@ -70,7 +71,9 @@ def capture(
 
 
 def serialized(value: Any) -> Any:
-    """What a channel of shared memory would make of ``value``; it takes that as it is."""
+    """What the channel to the next stage would make of ``value``; it takes that as it is."""
+    if wire_channel.writes():
+        return wire_channel.Pickled.of(value)
     return ray._private.worker.global_worker.get_serialization_context().serialize(value)
 
 

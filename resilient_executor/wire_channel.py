@@ -1,0 +1,205 @@
+"""Ray's channel between nodes, over a :mod:`~resilient_executor.wire` instead of Ray's daemons.
+
+Ray has its node daemons (raylets) carry these messages. The one at the reader's node puts each into the reader's
+buffer, in its main thread, and waits without a bound until the message before has been read. There is one buffer a
+channel, whatever the number of steps in flight; so a reader that is killed in the middle of its work leaves a raylet
+behind that waits for ever: it starts no worker, gives back no bundle, and answers all health checks. A late message for
+a reader that is gone aborts it. And a thread spins at each writer, idle or not. A connection has none of this.
+
+Everything else of the graph is Ray's: its loops, its channels within a node, its order of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayChannelError, RayChannelTimeoutError
+from ray.experimental.channel import shared_memory_channel
+from ray.experimental.channel.common import ChannelInterface
+from ray.experimental.channel.shared_memory_channel import Channel, CompositeChannel
+
+from resilient_executor.wire import Inlet, Outlet
+
+logger = logging.getLogger(__name__)
+
+#: Kinds of messages: a step's bytes as they are, and whatever else Ray sends, pickled.
+_RAW: Final = 0
+_PICKLED: Final = 1
+#: For a reader to connect, in seconds: the writer has been listening since before the reader knew of it.
+_CONNECT_S: Final = 10.0
+
+#: This process's ends, by token. Channels are copied from process to process, and within one; the ends are not.
+_outlets: dict[bytes, Outlet] = {}
+_inlets: dict[bytes, Inlet] = {}
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A value that has been pickled already."""
+
+    payload: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> Pickled:
+        """Pickle a value."""
+        return cls(cloudpickle.dumps(value, protocol=5))
+
+
+def writes() -> bool:
+    """Whether somebody on another node reads what this process writes; for a worker, that is who reads all of it."""
+    return bool(_outlets)
+
+
+class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
+    """Made by its writer, pickled to its readers, who are on other nodes. One message at a time, in order."""
+
+    def __init__(self, address: tuple[str, int], token: bytes) -> None:
+        self._address, self._token, self._closed = address, token, False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WireChannel, (self._address, self._token)
+
+    def ensure_registered_as_writer(self) -> None:
+        """Nothing to do: the writer has made it."""
+
+    def ensure_registered_as_reader(self) -> None:
+        """Nothing to do: who reads connects. Ray calls this in processes that do not read this one, too."""
+
+    def fileno(self) -> int:
+        """For ``poll``; -1 where nothing can be read."""
+        inlet = _inlets.get(self._token)
+        return -1 if inlet is None else inlet.fileno()
+
+    def write(self, value: Any, timeout: float | None = None) -> None:
+        """Send a value; see :meth:`Outlet.send`.
+
+        Raises:
+            RayChannelTimeoutError: not within ``timeout`` seconds.
+            RayChannelError: a reader is gone, or the channel is closed.
+        """
+        outlet = _outlets.get(self._token)
+        if outlet is None:
+            raise RayChannelError("Channel closed.")
+        if type(value) is bytes:
+            kind, payload = _RAW, value
+        else:
+            kind, payload = _PICKLED, (value if isinstance(value, Pickled) else Pickled.of(value)).payload
+        try:
+            outlet.send(kind, payload, timeout)
+        except TimeoutError as error:
+            raise RayChannelTimeoutError(f"cannot write to another node: {error}") from error
+        except ConnectionError as error:
+            raise RayChannelError(f"Channel closed: {error}") from error
+
+    def read(self, timeout: float | None = None) -> Any:
+        """The next value; see :meth:`Inlet.receive`.
+
+        Raises:
+            RayChannelTimeoutError: none within ``timeout`` seconds.
+            RayChannelError: the writer is gone, or the channel is closed.
+        """
+        if self._closed:
+            raise RayChannelError("Channel closed.")
+        try:
+            inlet = _inlets.get(self._token)
+            if inlet is None:
+                inlet = _inlets[self._token] = Inlet(self._address, self._token, _CONNECT_S)
+        except OSError as error:
+            raise RayChannelError(f"Channel closed: no connection to its writer: {error}") from error
+        try:
+            kind, payload = inlet.receive(timeout)
+        except TimeoutError as error:
+            raise RayChannelTimeoutError("no message from another node") from error
+        except OSError as error:
+            raise RayChannelError(f"Channel closed: {error}") from error
+        return bytes(payload) if kind == _RAW else cloudpickle.loads(payload)
+
+    def release_buffer(self, timeout: float | None = None) -> None:
+        """Drop the next value."""
+        self.read(timeout)
+
+    def close(self) -> None:
+        """Close this process's ends; whoever waits for them is released."""
+        self._closed = True
+        for end in (_outlets.pop(self._token, None), _inlets.pop(self._token, None)):
+            if end is not None:
+                end.close()
+
+
+class _Scope(threading.local):
+    """Whether the channels that this thread makes are for a graph of ours.
+
+    Attributes:
+        process: those of all threads are.
+        made: in this thread, while it compiles; None otherwise.
+    """
+
+    process: ClassVar[bool] = False
+    made: list[bytes] | None = None
+
+
+_scope = _Scope()
+
+
+def _channel(writer: Any, readers: Sequence[tuple[Any, str]], *args: Any, **kwargs: Any) -> Any:
+    """Stands where Ray's code makes a :class:`Channel`."""
+    here = ray.get_runtime_context().get_node_id()
+    ours = _Scope.process or _scope.made is not None
+    if not ours or args or kwargs or any(node_id == here for _, node_id in readers):
+        return Channel(writer, readers, *args, **kwargs)
+    outlet = Outlet(ray.util.get_node_ip_address(), len(readers))
+    _outlets[outlet.token] = outlet
+    if _scope.made is not None:
+        _scope.made.append(outlet.token)
+    return WireChannel(outlet.address, outlet.token)
+
+
+def _install() -> bool:
+    """Put :func:`_channel` in its place. Returns whether Ray is as we know it; otherwise its raylets carry messages."""
+    if shared_memory_channel.Channel is _channel:
+        return True
+    try:
+        known = "Channel(self._writer, readers_different_node)" in inspect.getsource(CompositeChannel.__init__)
+    except (OSError, TypeError):
+        known = False
+    if not known:
+        logger.warning(
+            "Ray %s makes its channels between nodes in a way that is not known: its raylets carry the messages, and "
+            "the death of a worker may cost its node",
+            ray.__version__,
+        )
+        return False
+    shared_memory_channel.Channel = _channel
+    return True
+
+
+def serve_worker() -> None:
+    """From now on all channels of this process are for graphs of ours; what an earlier graph has left is closed."""
+    _Scope.process = _install()
+    for token in [*_outlets, *_inlets]:
+        WireChannel(("", 0), token).close()
+
+
+@contextlib.contextmanager
+def wired() -> Iterator[None]:
+    """The driver's channels that are made meanwhile, in this thread, are for a graph of ours. If it fails, they go."""
+    if not _install():
+        yield
+        return
+    _scope.made = []
+    try:
+        yield
+    except BaseException:
+        for token in _scope.made:
+            WireChannel(("", 0), token).close()
+        raise
+    finally:
+        _scope.made = None
