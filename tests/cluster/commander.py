@@ -52,6 +52,11 @@ class Commander:
                 self._messages.put(json.loads(line))
         self._messages.put(None)
 
+    def kill(self) -> None:
+        """SIGKILL the driver."""
+        self._process.kill()
+        self._process.wait(10)
+
     def tell(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")

@@ -1,7 +1,7 @@
 """Runs on the cluster's head: an executor with the reference engine, commanded over stdin, answering in JSON lines.
 
 Commands: ``go N SEED`` (serve N tokens a request, say ``mark`` when a few tokens are out, then ``done`` with everything
-that happened), ``where``, ``drain NODE_IP``, ``end``.
+that happened), ``where``, ``drain NODE_IP``, ``probe`` (which nodes still start a task), ``end``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ray
 from resilient_executor import ResilientExecutor
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.journal import RpcPolicy
+from resilient_executor.placement import on_node
 from resilient_executor.protocol import WorkerSpec
 from resilient_executor.reference import ReferenceEngine, SamplingParams
 
@@ -81,6 +82,15 @@ def drain(address: str) -> None:
     say("drained", accepted=accepted, why=why)
 
 
+def probe() -> None:
+    """Whether every node's raylet still does anything: those that Ray calls alive, and those that ran a task."""
+    task = ray.remote(num_cpus=0)(ray.util.get_node_ip_address)
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    here = [task.options(scheduling_strategy=on_node(node)).remote() for node in alive]
+    done, _ = ray.wait(here, num_returns=len(here), timeout=30)
+    say("probed", alive=len(alive), nodes=sorted(ray.get(done)))
+
+
 def main() -> None:
     settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     spec = WorkerSpec("resilient_executor.reference:ReferenceWorker", {"collective_timeout_s": 20.0})
@@ -98,6 +108,8 @@ def main() -> None:
                 break
             if command == "drain":
                 drain(rest[0])
+            elif command == "probe":
+                probe()
             elif command == "where":
                 say("here", nodes=[worker.node_ip for worker in executor.workers])
             else:

@@ -164,8 +164,7 @@ def test_the_head_s_slow_link(repaired: Commander, dies: bool) -> None:
     """Steps become slow, and nobody is replaced for it; a worker that dies is, over the same slow link."""
     cluster, name = repaired.cluster, f"slow, {'a worker dies' if dies else 'alone'}"
     expected = repaired.oracle(TOKENS, seed=5)
-    # One death only: Ray's view of what is free may stay behind for good, and then the next rebuild waits for room.
-    for number in range(1 if dies else ROUNDS):
+    for number in range(ROUNDS):
         rng = random.Random(f"{SEED}-{name}-{number}")
         repaired.tell(f"go {TOKENS} 5")
         used = [repaired.node_of(address) for address in repaired.wait("mark", 60)["nodes"]]
