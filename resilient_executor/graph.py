@@ -69,22 +69,25 @@ class StepGraph:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
         try:
-            with buffer_size(config.step_buffer_bytes), wire_channel.wired():
+            with buffer_size(config.step_buffer_bytes), wire_channel.wired() as wires:
                 self._dag: CompiledDAG | None = output.experimental_compile(
                     _submit_timeout=config.step_timeout_s,
                     _max_inflight_executions=config.inflight_limit,
                     _overlap_gpu_communication=config.overlap_communication,
                 )
+                # Register now as a reader of every output. Ray does it at the first read or at close(); by then the
+                # writer may have died and taken the buffer with it, and the registration would abort this process (see
+                # ray_guard.py).
+                for channel in self._dag.dag_output_channels:
+                    channel.ensure_registered_as_reader()
+                if bell is not None:
+                    self._bell = doorbell.listen_in_driver(bell, self._dag._dag_output_fetcher)
+                #: Whether requests go to other nodes, where a large one takes its place only when another is read.
+                self.crosses_nodes = bool(wires)
         except BaseException as error:
             # The error's frames hold the half-built graph, and that holds an actor of Ray's.
             traceback.clear_frames(error.__traceback__)
             raise
-        # Register now as a reader of every output. Ray does it at the first read or at close(); by then the writer may
-        # have died and taken the buffer with it, and the registration would abort this process (see ray_guard.py).
-        for channel in self._dag.dag_output_channels:
-            channel.ensure_registered_as_reader()
-        if bell is not None:
-            self._bell = doorbell.listen_in_driver(bell, self._dag._dag_output_fetcher)
 
     def submit(self, request: bytes) -> list[CompiledDAGRef]:
         """Send one step request into the graph; the references are for :meth:`fetch`, in order of submission."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from resilient_executor.supervisor.incidents import Incident
     from resilient_executor.telemetry.steps import StepTrace
 
+#: A connection between nodes holds at least so many bytes on their way.
+_LARGE: Final = 65_536
 #: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given.
 _VERDICT_GRACE_S: Final = 30.0
 
@@ -199,6 +201,9 @@ class StepPipeline:
                         self._read_next()
             if self.condemned:
                 raise StepLost(self.epoch, step_id, self.incident)
+            if len(request) > _LARGE and self._inflight and self._graph.crosses_nodes:
+                # It may have to wait for a rank that cannot go on until its own large reply is read.
+                self.read_in_background()
             try:
                 step.references = self._graph.submit(request)
             except Exception as error:

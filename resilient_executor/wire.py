@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 #: Length of the message and its kind.
@@ -35,7 +35,53 @@ def limit(timeout_s: float | None) -> float:
     return math.inf if timeout_s is None or timeout_s == -1 else time.monotonic() + timeout_s
 
 
-class Outlet:
+class _End:
+    """What both ends have in common: any thread may close one, whoever is in a call on it is released.
+
+    Descriptors are not closed under the feet of whoever uses them: their numbers may be somebody else's a moment later.
+    """
+
+    def __init__(self) -> None:
+        self._in_use = threading.Lock()
+        self._closed = threading.Event()
+
+    def _sockets(self) -> list[socket.socket]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of all. From any thread, at any moment; twice is fine."""
+        self._closed.set()
+        for one in self._sockets():
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # whoever is in a call on it returns
+        if self._in_use.acquire(
+            timeout=_SLICE_S
+        ):  # otherwise whoever uses it closes it: a signal may have come between
+            try:
+                self._close_sockets()
+            finally:
+                self._in_use.release()
+
+    def _still_open(self) -> None:
+        if self._closed.is_set():
+            raise ConnectionError("closed")
+
+    def _close_sockets(self) -> None:
+        for one in self._sockets():
+            one.close()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._in_use:
+            try:
+                self._still_open()
+                yield
+            finally:
+                if self._closed.is_set():
+                    self._close_sockets()
+
+
+class Outlet(_End):
     """The writer's end.
 
     Attributes:
@@ -53,66 +99,68 @@ class Outlet:
         Raises:
             OSError: that address cannot be listened at.
         """
+        super().__init__()
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=readers + 16)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._readers = readers
         self._connections: list[socket.socket] = []
-        self._closed = threading.Event()
+        #: Who has connected, and has not said the token yet.
+        self._stranger: socket.socket | None = None
+
+    def _sockets(self) -> list[socket.socket]:
+        stranger = self._stranger
+        return [self._listener, *self._connections, *([stranger] if stranger is not None else [])]
 
     def send(self, kind: int, payload: bytes, timeout_s: float | None) -> None:
         """Send one message to every reader, once all have come.
 
         Raises:
-            TimeoutError: not within ``timeout_s`` seconds; the outlet is closed then, for half a message may be out.
+            TimeoutError: not within ``timeout_s`` seconds.
             ConnectionError: a reader is gone, or this was closed.
+
+        Whatever is raised, the outlet is closed then: half a message may be out.
         """
         deadline = limit(timeout_s)
-        try:
-            while len(self._connections) < self._readers:
-                self._let_in(deadline)
-            for connection in self._connections:
-                _send(connection, [_HEADER.pack(len(payload), kind), payload], deadline)
-        except TimeoutError:
-            self.close()
-            raise
-        except ConnectionError:
-            raise
-        except OSError as error:
-            raise ConnectionError(str(error)) from error
+        with self._using():
+            try:
+                while len(self._connections) < self._readers:
+                    self._let_in(deadline)
+                for connection in self._connections:
+                    _send(connection, [_HEADER.pack(len(payload), kind), payload], deadline)
+            except BaseException as error:
+                self._closed.set()
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+                    raise ConnectionError(str(error)) from error
+                raise
 
     def _let_in(self, deadline: float) -> None:
-        if self._closed.is_set():
-            raise ConnectionError("closed")
         if (left_s := deadline - time.monotonic()) <= 0:
             raise TimeoutError(f"{self._readers - len(self._connections)} readers have not come")
         self._listener.settimeout(min(left_s, _SLICE_S))
         try:
-            connection, _ = self._listener.accept()
+            stranger, _ = self._listener.accept()
         except TimeoutError:
             return
-        connection.settimeout(_HELLO_S)
+        self._stranger, said = stranger, b""  # known to `close` before it is waited for
+        self._still_open()
         with contextlib.suppress(OSError):
-            if hmac.compare_digest(_receive_exactly(connection, _TOKEN_BYTES), self.token):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._connections.append(connection)
-                if len(self._connections) == self._readers:
-                    self._listener.close()
-                return
-        connection.close()
-
-    def close(self) -> None:
-        """Let go of all; whoever waits in :meth:`send` is released. From any thread; twice is fine."""
-        self._closed.set()
-        for one in (self._listener, *self._connections):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # whoever is in a call on it returns
-            one.close()
+            said = _receive_exactly(stranger, _TOKEN_BYTES, min(deadline, time.monotonic() + _HELLO_S))
+        self._still_open()
+        self._stranger = None
+        if not hmac.compare_digest(said, self.token):
+            stranger.close()
+            return
+        _tune(stranger)
+        self._connections.append(stranger)
+        self._still_open()
+        if len(self._connections) == self._readers:
+            self._listener.close()
 
 
-class Inlet:
-    """A reader's end. One thread reads at a time; any may close."""
+class Inlet(_End):
+    """A reader's end. One thread reads at a time."""
 
     def __init__(self, address: tuple[str, int], token: bytes, timeout_s: float) -> None:
         """Connect.
@@ -120,18 +168,21 @@ class Inlet:
         Raises:
             OSError: the writer cannot be reached in time, or is gone.
         """
+        super().__init__()
         self._socket = socket.create_connection(address, timeout=timeout_s)
         try:
             self._socket.sendall(token)
+            _tune(self._socket)
         except BaseException:
             self._socket.close()
             raise
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._in_use = threading.Lock()
-        self._closed = False
         self._expect(_HEADER.size, None)
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._socket]
 
     def _expect(self, size: int, kind: int | None) -> None:
         """What comes next: a header (no kind), or a message of this kind."""
@@ -149,10 +200,10 @@ class Inlet:
             ConnectionError: the writer is gone, or this was closed.
         """
         deadline = limit(timeout_s)
-        with self._in_use:
+        with self._using():
             while True:
                 try:
-                    count = 0 if self._closed else self._socket.recv_into(memoryview(self._buffer)[self._have :])
+                    count = self._socket.recv_into(memoryview(self._buffer)[self._have :])
                 except BlockingIOError:
                     self._wait(deadline)
                     continue
@@ -162,14 +213,14 @@ class Inlet:
                 if self._have < len(self._buffer):
                     continue
                 message, kind = self._buffer, self._kind
-                if kind is not None:
-                    self._expect(_HEADER.size, None)
-                    return kind, message
-                size, kind = _HEADER.unpack(message)
-                if size == 0:
-                    self._expect(_HEADER.size, None)
-                    return kind, bytearray()
-                self._expect(size, kind)
+                if kind is None:
+                    size, kind = _HEADER.unpack(message)
+                    self._expect(size, kind)
+                    if size > 0:
+                        continue
+                    message = self._buffer
+                self._expect(_HEADER.size, None)
+                return kind, message
 
     def _wait(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()
@@ -177,14 +228,13 @@ class Inlet:
             raise TimeoutError("no message")
         self._poll.poll(None if left_s == math.inf else left_s * 1e3)
 
-    def close(self) -> None:
-        """Let go; whoever waits in :meth:`receive` is released. From any thread; twice is fine."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        # Not under the feet of whoever reads: the descriptor's number may be somebody else's a moment later.
-        with self._in_use:
-            self._socket.close()
+
+def _tune(connection: socket.socket) -> None:
+    """Small messages at once; and signs of life, so that no firewall forgets an idle engine's connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _send(connection: socket.socket, parts: Sequence[bytes], deadline: float) -> None:
@@ -201,9 +251,10 @@ def _send(connection: socket.socket, parts: Sequence[bytes], deadline: float) ->
             left[0] = left[0][sent:]
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     received = b""
     while len(received) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         if not (piece := connection.recv(size - len(received))):
             raise ConnectionError("closed")
         received += piece

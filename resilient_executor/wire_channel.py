@@ -12,8 +12,10 @@ Everything else of the graph is Ray's: its loops, its channels within a node, it
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from ray.exceptions import RayChannelError, RayChannelTimeoutError
 from ray.experimental.channel import shared_memory_channel
 from ray.experimental.channel.common import ChannelInterface
 from ray.experimental.channel.shared_memory_channel import Channel, CompositeChannel
+from ray.experimental.channel.torch_tensor_accelerator_channel import TorchTensorAcceleratorChannel
 
 from resilient_executor.wire import Inlet, Outlet
 
@@ -39,6 +42,8 @@ _CONNECT_S: Final = 10.0
 #: This process's ends, by token. Channels are copied from process to process, and within one; the ends are not.
 _outlets: dict[bytes, Outlet] = {}
 _inlets: dict[bytes, Inlet] = {}
+#: Tokens of channels that were closed here, by whichever copy: no other copy connects again.
+_ended: set[bytes] = set()
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
     """Made by its writer, pickled to its readers, who are on other nodes. One message at a time, in order."""
 
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        self._address, self._token, self._closed = address, token, False
+        self._address, self._token = address, token
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WireChannel, (self._address, self._token)
@@ -106,14 +111,7 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
             RayChannelTimeoutError: none within ``timeout`` seconds.
             RayChannelError: the writer is gone, or the channel is closed.
         """
-        if self._closed:
-            raise RayChannelError("Channel closed.")
-        try:
-            inlet = _inlets.get(self._token)
-            if inlet is None:
-                inlet = _inlets[self._token] = Inlet(self._address, self._token, _CONNECT_S)
-        except OSError as error:
-            raise RayChannelError(f"Channel closed: no connection to its writer: {error}") from error
+        inlet = _inlets.get(self._token) or self._connect()
         try:
             kind, payload = inlet.receive(timeout)
         except TimeoutError as error:
@@ -122,13 +120,25 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
             raise RayChannelError(f"Channel closed: {error}") from error
         return bytes(payload) if kind == _RAW else cloudpickle.loads(payload)
 
+    def _connect(self) -> Inlet:
+        if self._token in _ended:
+            raise RayChannelError("Channel closed.")
+        try:
+            inlet = _inlets[self._token] = Inlet(self._address, self._token, _CONNECT_S)
+        except OSError as error:
+            raise RayChannelError(f"Channel closed: no connection to its writer: {error}") from error
+        if self._token in _ended:  # meanwhile, by another thread, which has not seen it
+            self.close()
+            raise RayChannelError("Channel closed.")
+        return inlet
+
     def release_buffer(self, timeout: float | None = None) -> None:
         """Drop the next value."""
         self.read(timeout)
 
     def close(self) -> None:
         """Close this process's ends; whoever waits for them is released."""
-        self._closed = True
+        _ended.add(self._token)
         for end in (_outlets.pop(self._token, None), _inlets.pop(self._token, None)):
             if end is not None:
                 end.close()
@@ -149,35 +159,74 @@ class _Scope(threading.local):
 _scope = _Scope()
 
 
-def _channel(writer: Any, readers: Sequence[tuple[Any, str]], *args: Any, **kwargs: Any) -> Any:
+def _channel(writer: Any, reader_and_node_list: Sequence[tuple[Any, str]], *args: Any, **kwargs: Any) -> Any:
     """Stands where Ray's code makes a :class:`Channel`."""
     here = ray.get_runtime_context().get_node_id()
     ours = _Scope.process or _scope.made is not None
-    if not ours or args or kwargs or any(node_id == here for _, node_id in readers):
-        return Channel(writer, readers, *args, **kwargs)
-    outlet = Outlet(ray.util.get_node_ip_address(), len(readers))
+    if not ours or args or kwargs or any(node_id == here for _, node_id in reader_and_node_list):
+        return Channel(writer, reader_and_node_list, *args, **kwargs)
+    outlet = Outlet(ray.util.get_node_ip_address(), len(reader_and_node_list))
     _outlets[outlet.token] = outlet
     if _scope.made is not None:
         _scope.made.append(outlet.token)
     return WireChannel(outlet.address, outlet.token)
 
 
+class _PicklingWorker:
+    """Stands for Ray's worker where the channel of an accelerator asks it to serialise what is not the accelerator's.
+
+    Ray's own way makes something that only shared memory takes. What replaces tensors by placeholders is known to
+    ``cloudpickle``, too.
+    """
+
+    serialize = staticmethod(Pickled.of)
+
+    def get_serialization_context(self) -> _PicklingWorker:
+        """Itself."""
+        return self
+
+
+def _adapt_accelerators() -> None:
+    """Let the channels of accelerators send their small part over a wire, and never read half of a message."""
+    init, receive = TorchTensorAcceleratorChannel.__init__, TorchTensorAcceleratorChannel._recv_cpu_and_gpu_data
+
+    @functools.wraps(init)
+    def adapted_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        parts = getattr(self._cpu_data_channel, "_channels", ())
+        if any(isinstance(part, WireChannel) for part in parts):
+            self._worker = _PicklingWorker()
+
+    @functools.wraps(receive)
+    def patient_receive(self: Any, tensors: Any, timeout: float | None = None) -> Any:
+        # The first half has been taken: to give up now would pair the second with the next step's first.
+        return receive(self, tensors, None)
+
+    TorchTensorAcceleratorChannel.__init__ = adapted_init
+    TorchTensorAcceleratorChannel._recv_cpu_and_gpu_data = patient_receive
+
+
 def _install() -> bool:
-    """Put :func:`_channel` in its place. Returns whether Ray is as we know it; otherwise its raylets carry messages."""
+    """Put :func:`_channel` in its place. Returns whether it is there; otherwise Ray's raylets carry the messages."""
     if shared_memory_channel.Channel is _channel:
         return True
     try:
         known = "Channel(self._writer, readers_different_node)" in inspect.getsource(CompositeChannel.__init__)
+        accelerator = inspect.getsource(TorchTensorAcceleratorChannel)
+        known = known and "self._worker.get_serialization_context().serialize(value)" in accelerator
+        known = known and "def _recv_cpu_and_gpu_data" in accelerator and "self._cpu_data_channel" in accelerator
     except (OSError, TypeError):
         known = False
-    if not known:
+    if not known or os.environ.get("RAY_USE_TLS", "0") == "1":
+        why = "is told to encrypt (RAY_USE_TLS)" if known else f"{ray.__version__} makes its channels in another way"
         logger.warning(
-            "Ray %s makes its channels between nodes in a way that is not known: its raylets carry the messages, and "
-            "the death of a worker may cost its node",
-            ray.__version__,
+            "Ray %s: its raylets carry the messages between nodes, and the death of a worker may cost its node", why
         )
         return False
+    # Ray pickles its own channels by this name.
+    _channel.__dict__["_deserialize_reader_channel"] = Channel._deserialize_reader_channel
     shared_memory_channel.Channel = _channel
+    _adapt_accelerators()
     return True
 
 
@@ -186,19 +235,24 @@ def serve_worker() -> None:
     _Scope.process = _install()
     for token in [*_outlets, *_inlets]:
         WireChannel(("", 0), token).close()
+    _ended.clear()
 
 
 @contextlib.contextmanager
-def wired() -> Iterator[None]:
-    """The driver's channels that are made meanwhile, in this thread, are for a graph of ours. If it fails, they go."""
+def wired() -> Iterator[list[bytes]]:
+    """The driver's channels that are made meanwhile, in this thread, are for a graph of ours. If it fails, they go.
+
+    Yields the tokens of those that are made.
+    """
+    made: list[bytes] = []
     if not _install():
-        yield
+        yield made
         return
-    _scope.made = []
+    _scope.made = made
     try:
-        yield
+        yield made
     except BaseException:
-        for token in _scope.made:
+        for token in made:
             WireChannel(("", 0), token).close()
         raise
     finally:

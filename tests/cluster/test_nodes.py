@@ -1,8 +1,7 @@
 """Nodes die, freeze, lose their cable or each other: the engine goes on elsewhere, with the tokens that were due.
 
 ``ROUNDS=10 SEED=7`` repeats every fault so often; the figures are printed (``-s``) as one JSON line a round.
-``RETURN=1`` lets frozen nodes come back instead of killing them. ``RAY_DEFAULTS=1 SLACK=20`` takes
- Ray's own health checks instead of the fast ones.
+``RAY_DEFAULTS=1 SLACK=20`` takes Ray's own health checks instead of the fast ones.
 """
 
 from __future__ import annotations
@@ -104,9 +103,7 @@ def repair(cluster: NetnsCluster) -> None:
 
 
 def fallen(cluster: NetnsCluster) -> list[int]:
-    """Nodes whose raylet is gone, started again. A node that comes back can take another one's raylet down: Ray's own
-    check, see docs/architecture.md. It costs one more rebuild, and is counted here.
-    """
+    """Nodes whose raylet is gone, started again."""
     dead = [node for node in cluster.nodes()[1:] if not running_as(cluster, node, "raylet")]
     for node in dead:
         print(json.dumps({"fallen": node, "last_words": last_words(cluster, node)}), flush=True)
@@ -154,8 +151,7 @@ def round_of(commander: Commander, name: str, number: int) -> Message:
         cluster.restart(victim)
     else:
         cluster.pair_heal(*used)
-    if others := fallen(cluster):
-        print(json.dumps({"taken_down_by_returning_node": others, "after": name, "round": number}), flush=True)
+    assert fallen(cluster) == [], "a node that came back took another one's raylet down"
     return facts
 
 
@@ -190,10 +186,7 @@ def test_the_head_s_slow_link(repaired: Commander, dies: bool) -> None:
 
 def ended(cluster: NetnsCluster, victim: int, name: str) -> None:
     """The old node comes back; its workers are ignored and end themselves."""
-    if name == "frozen" and "RETURN" not in os.environ:
-        # Not fixed: its raylet may take the receiver's down, the head's even (docs/architecture.md). RETURN=1 tries it.
-        cluster.kill(victim)
-    if name in ("killed", "frozen") and not cluster.pids(victim):
+    if name == "killed":
         return
     cluster.cont(victim)
     cluster.heal(victim)

@@ -9,6 +9,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +104,16 @@ def test_a_worker_that_is_fed_from_another_node_dies_again_and_again(commander: 
         assert [i["kind"] for i in done["incidents"]] == ["process_exit"]
         assert f"rank {number % 2} " in done["incidents"][0]["line"]
         assert probed(commander) == all_of(cluster), "a raylet waits for a reader who is dead"
+
+
+def test_the_channel_of_an_accelerator_has_wires_under_it(cluster: NetnsCluster, tmp_path: Path) -> None:
+    """NCCL carries tensors; what else a message holds takes the way of all others."""
+    script = str(Path(__file__).with_name("accelerator.py"))
+    command = [sys.executable, script, cluster.address, str(tmp_path)]
+    done = cluster.popen(0, command, stdout=subprocess.PIPE, text=True)
+    said, _ = done.communicate(timeout=100)
+    assert done.returncode == 0, said
+    assert "wires [2, 1]" in said  # what is no tensor, and what tensors there are; the reply
 
 
 def test_a_driver_that_dies_costs_no_node(cluster: NetnsCluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from resilient_executor import wire
 from resilient_executor.wire import Inlet, Outlet
 
 HOST = "127.0.0.1"
@@ -176,3 +178,54 @@ def test_a_closed_end_has_no_descriptor_and_gives_nothing(outlet: Outlet, inlet:
     assert inlet.fileno() == -1
     with pytest.raises(ConnectionError):
         inlet.receive(0.0)
+
+
+def test_a_stranger_that_says_little_holds_nobody_up(outlet: Outlet) -> None:
+    """Neither beyond the deadline, nor beyond a close."""
+    stranger = socket.create_connection(outlet.address)
+    thread, result = beside(lambda: outlet.send(0, b"", None))
+    for number in range(8):
+        with contextlib.suppress(OSError):  # it has been shown out
+            stranger.send(b"x")
+        time.sleep(0.1)
+        if number == 4:
+            outlet.close()
+    thread.join(3.0)
+    assert isinstance(result[0], ConnectionError)
+    other = Outlet(HOST, 1)
+    hurried = socket.create_connection(other.address)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        other.send(0, b"", 0.3)
+    assert time.monotonic() - began < 1.5
+    for one in (stranger, hurried):
+        one.close()
+
+
+def test_nothing_is_sent_after_a_close_that_came_while_the_reader_did(
+    outlet: Outlet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = wire._receive_exactly
+
+    def slow(*arguments: Any) -> bytes:
+        said = real(*arguments)
+        outlet.close()
+        return said
+
+    monkeypatch.setattr(wire, "_receive_exactly", slow)
+    inlet = Inlet(outlet.address, outlet.token, 5.0)
+    with pytest.raises(ConnectionError):
+        outlet.send(0, b"nobody's", None)
+    with pytest.raises(ConnectionError):
+        inlet.receive(5.0)
+    inlet.close()
+
+
+def test_a_close_from_within_does_not_wait_for_itself(inlet: Inlet, outlet: Outlet) -> None:
+    """A signal handler may shut an executor down in the middle of a read."""
+    began = time.monotonic()
+    with inlet._using():
+        inlet.close()
+        assert inlet.fileno() >= 0
+    assert time.monotonic() - began < 3.0
+    assert inlet.fileno() == -1
