@@ -209,6 +209,18 @@ class ProcessHandle:
         return int(status) if mask & _PIDFD_INFO_EXIT else None
 
 
+def parent(pid: int) -> int:
+    """The parent of a process of this machine.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    try:
+        return int(_stat(f"/proc/{pid}/stat")[1])
+    except FileNotFoundError:
+        raise ProcessLookupError(f"no process {pid}") from None
+
+
 def children(pid: int) -> list[ProcessHandle]:
     """Handles on the direct children of a process of this machine. Whoever asks for them closes them."""
     handles = []
@@ -216,9 +228,7 @@ def children(pid: int) -> list[ProcessHandle]:
         if not entry.isdecimal():
             continue
         try:
-            with open(f"/proc/{entry}/stat", "rb") as stat:
-                parent = int(stat.read().rpartition(b")")[2].split()[1])
-            if parent == pid:
+            if parent(int(entry)) == pid:
                 handles.append(ProcessHandle(identify(int(entry), "")))
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended meanwhile

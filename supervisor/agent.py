@@ -25,6 +25,7 @@ from resilient_executor.processes import ProcessHandle, identify, take_ordinary_
 from resilient_executor.protocol import ExitStatus, ProcessIdentity, Vitals
 from resilient_executor.supervisor.beats import Beats
 from resilient_executor.supervisor.calls import within
+from resilient_executor.supervisor.estate import Estate
 from resilient_executor.supervisor.links import Door, silent_of
 from resilient_executor.supervisor.stalls import tidy_stacks
 
@@ -36,6 +37,8 @@ _LEASE_LOOK_S = 0.5
 _PATIENCE_S = 2.0
 #: For a process to write its stacks, in seconds.
 _STACKS_S = 1.0
+#: Between two looks at what news ends a wait for, in seconds.
+_AGAIN_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,17 @@ class NodeAgent:
         """This agent's own process."""
         return identify(os.getpid(), ray.get_runtime_context().get_node_id())
 
-    async def stay(self) -> None:
-        """Return never: whoever calls learns when this agent has died."""
+    async def stay(self, owner: ProcessIdentity) -> None:
+        """Return never: whoever calls learns when this agent has died.
+
+        If this node's cluster is one that ``owner`` has embedded, it ends with it: see :class:`Estate`.
+        """
+        if (estate := Estate.of(owner)) is not None:
+            await self.watch([owner])
+            while not await self.exits([owner], 0, _AGAIN_S):
+                pass
+            await asyncio.get_running_loop().run_in_executor(None, estate.clear)
+            os._exit(0)
         await asyncio.Event().wait()  # without a bound, on purpose: it ends with the process, and that is the news
 
     async def watch(self, processes: Sequence[ProcessIdentity]) -> None:

@@ -13,6 +13,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 
+from resilient_executor.protocol import ProcessIdentity
+
 logger = logging.getLogger(__name__)
 
 #: One that has died sooner than so many seconds after it was made would do so again: the next one is made by whoever
@@ -35,10 +37,11 @@ class Agents:
 
     Args:
         make: starts an agent on a node.
+        owner: the process that asks for them.
     """
 
-    def __init__(self, make: Callable[[str], ActorHandle]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[str], ActorHandle], owner: ProcessIdentity) -> None:
+        self._make, self._owner = make, owner
         self._lock = threading.Lock()
         self._agents: dict[str, _Agent] = {}
 
@@ -47,7 +50,7 @@ class Agents:
         with self._lock:
             if node_id not in self._agents:
                 handle = self._make(node_id)
-                self._agents[node_id] = _Agent(handle, handle.stay.remote(), time.monotonic())
+                self._agents[node_id] = _Agent(handle, handle.stay.remote(self._owner), time.monotonic())
             return self._agents[node_id].handle
 
     def drop(self, node_id: str, handle: ActorHandle | None = None) -> bool:
@@ -78,7 +81,7 @@ class Agents:
             if _is_unavailable(stay):
                 with self._lock:
                     if self._agents.get(node_id) is agent:
-                        self._agents[node_id] = replace(agent, stay=agent.handle.stay.remote())
+                        self._agents[node_id] = replace(agent, stay=agent.handle.stay.remote(self._owner))
                 continue
             if not self.drop(node_id, agent.handle):
                 continue  # somebody has noticed before, and perhaps made another

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -22,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from resilient_executor.actors import actor_class
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import ConfigError, ResilientExecutorError
-from resilient_executor.processes import vitals
+from resilient_executor.processes import identify, vitals
 from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor import links
 from resilient_executor.supervisor.actor import Examination, Finding, Member, SupervisorActor
@@ -69,13 +70,11 @@ class Supervision:
             on_finding: called in the listening thread, once for each finding; must not block.
             view: what is known of an epoch here; called in the same thread.
         """
-        self._view = view
-        self._config = config
-        self._on_finding = on_finding
+        self._config, self._on_finding, self._view = config, on_finding, view
         self._node_id = ray.get_runtime_context().get_node_id()
         self._lock = threading.RLock()
         self._supervisor: ActorHandle | None = None
-        self._agents = Agents(lambda node_id: self._make(NodeAgent, node_id).remote())
+        self._agents = Agents(lambda node: self._make(NodeAgent, node).remote(), identify(os.getpid(), self._node_id))
         self._epoch = 0
         self._members: tuple[Member, ...] = ()
         self._known = 0

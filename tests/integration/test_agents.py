@@ -10,11 +10,14 @@ import pytest
 import ray
 
 from resilient_executor.actors import actor_class
+from resilient_executor.protocol import ProcessIdentity
 from resilient_executor.supervisor import agents as module
 from resilient_executor.supervisor.agent import NodeAgent
 from resilient_executor.supervisor.agents import Agents
 
 pytestmark = pytest.mark.usefixtures("leak_check")
+
+OWNER = ProcessIdentity(1, 1, "of another node")
 
 
 def made(agents: Agents) -> int:
@@ -39,7 +42,7 @@ def test_a_dead_one_is_forgotten_and_replaced_unless_it_died_young(
     monkeypatch: pytest.MonkeyPatch, brief_s: float, bereft: list[str]
 ) -> None:
     monkeypatch.setattr(module, "_BRIEF_S", brief_s)
-    agents = Agents(lambda node_id: actor_class(NodeAgent).options(num_cpus=0).remote())
+    agents = Agents(lambda node_id: actor_class(NodeAgent).options(num_cpus=0).remote(), OWNER)
     assert agents.take_dead() == []
     first = made(agents)
     assert (agents.take_dead(), made(agents)) == ([], first), "one that lives stays"
@@ -51,7 +54,7 @@ def test_a_dead_one_is_forgotten_and_replaced_unless_it_died_young(
 
 
 def test_only_the_one_that_is_meant_is_forgotten() -> None:
-    agents = Agents(lambda node_id: actor_class(NodeAgent).options(num_cpus=0).remote())
+    agents = Agents(lambda node_id: actor_class(NodeAgent).options(num_cpus=0).remote(), OWNER)
     old = agents.get("here")
     agents.drop("here", old)
     new = agents.get("here")

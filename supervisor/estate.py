@@ -1,0 +1,51 @@
+"""What an embedded cluster leaves behind when its owner is killed.
+
+Ray's processes die with the one that has started them, except the two that the node daemon (raylet) has started for
+itself: they find out by and by, want to tell the head, which is gone, and are there for another minute. What the graphs
+had in ``/dev/shm`` stays for good. Whoever ends in an orderly way clears both himself (``cluster.disconnect``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+from resilient_executor import processes, semaphores
+from resilient_executor.processes import ProcessHandle
+from resilient_executor.protocol import ProcessIdentity
+
+#: For processes that the kernel ends with their parent, in seconds.
+_LAST_S: Final = 2.0
+
+
+class Estate:
+    """One node's daemon and its children, as they are now: the daemon ends with its owner, the others may not.
+
+    Raises:
+        ProcessLookupError: the daemon has ended.
+    """
+
+    def __init__(self, raylet_pid: int) -> None:
+        self._raylet = ProcessHandle(processes.identify(raylet_pid, ""))
+        self._others = [one for one in processes.children(raylet_pid) if one.identity.pid != os.getpid()]
+
+    @classmethod
+    def of(cls, owner: ProcessIdentity) -> Estate | None:
+        """That of this actor's own node; None where ``owner`` has not started it, or it has ended."""
+        raylet = os.getppid()
+        try:
+            embedded = processes.parent(raylet) == owner.pid and processes.start_ticks(owner.pid) == owner.start_ticks
+            return cls(raylet) if embedded else None
+        except ProcessLookupError:
+            return None
+
+    def clear(self) -> None:
+        """The owner has died: end what is left, and remove what nobody can use any more. At most some seconds."""
+        deadline = time.monotonic() + _LAST_S
+        for one in [self._raylet, *self._others]:
+            with one:
+                if one is not self._raylet or not one.wait(_LAST_S):
+                    one.kill()
+                one.wait(max(0.0, deadline - time.monotonic()))
+        semaphores.remove_all(self._raylet.identity.pid)
