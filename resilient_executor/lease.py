@@ -1,7 +1,7 @@
 """The lease of one worker: the right to write to a channel, which heartbeats renew. Pure: the clock is passed in.
 
-A worker that has been given up must not come back: its late message can abort the raylet that receives it. So it asks
-its lease before it writes, and waits when it has run out; when nobody renews it then, the worker ends itself.
+A worker that has been given up must not come back: nothing that it says may count any more. So it asks its lease before
+it writes, and waits when it has run out; when nobody renews it then, the worker ends itself.
 
 A heartbeat that arrives proves nothing about the present: it may have waited in a stopped process for an hour. What it
 can prove is that whoever sent it had received an *answer before*; it says which. So a lease is counted from the

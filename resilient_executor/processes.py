@@ -230,6 +230,6 @@ def children(pid: int) -> list[ProcessHandle]:
         try:
             if parent(int(entry)) == pid:
                 handles.append(ProcessHandle(identify(int(entry), "")))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended meanwhile; or it is another user's, and no child of ours
     return handles

@@ -86,8 +86,8 @@ class NodeAgent:
             await self.watch([owner])
             while not await self.exits([owner], 0, _AGAIN_S):
                 pass
-            await asyncio.get_running_loop().run_in_executor(None, estate.clear)
-            os._exit(0)
+            if await asyncio.get_running_loop().run_in_executor(None, estate.clear):
+                os._exit(0)
         await asyncio.Event().wait()  # without a bound, on purpose: it ends with the process, and that is the news
 
     async def watch(self, processes: Sequence[ProcessIdentity]) -> None:

@@ -7,6 +7,7 @@ had in ``/dev/shm`` stays for good. Whoever ends in an orderly way clears both h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Final
@@ -37,15 +38,24 @@ class Estate:
         try:
             embedded = processes.parent(raylet) == owner.pid and processes.start_ticks(owner.pid) == owner.start_ticks
             return cls(raylet) if embedded else None
-        except ProcessLookupError:
+        except OSError:  # it has ended, or may not be looked at: then Ray's own way has to do
             return None
 
-    def clear(self) -> None:
-        """The owner has died: end what is left, and remove what nobody can use any more. At most some seconds."""
-        deadline = time.monotonic() + _LAST_S
-        for one in [self._raylet, *self._others]:
-            with one:
-                if one is not self._raylet or not one.wait(_LAST_S):
-                    one.kill()
+    def clear(self) -> bool:
+        """The owner has died: end what is left, and remove what nobody can use any more. At most some seconds.
+
+        Returns:
+            False when the daemon goes on: it was made to outlive its owner, and so is everything else then.
+        """
+        with contextlib.ExitStack() as handles:
+            for one in (self._raylet, *self._others):
+                handles.enter_context(one)
+            if not self._raylet.wait(_LAST_S):
+                return False
+            for one in self._others:
+                one.kill()
+            deadline = time.monotonic() + _LAST_S
+            for one in self._others:
                 one.wait(max(0.0, deadline - time.monotonic()))
         semaphores.remove_all(self._raylet.identity.pid)
+        return True
