@@ -144,8 +144,8 @@ def disconnect() -> None:
     ray.shutdown()
     # Whoever a raylet has started meanwhile; once it is gone, its pid may be anybody's.
     children += [child for one in raylets if not one.wait(0.0) for child in processes.children(one.identity.pid)]
-    # A raylet's agents look for its end in a loop that Ctrl-C stops: sent by a terminal, it reaches them as well, and
-    # they would stay for ever.
+    # A raylet that is killed leaves its agents behind: they find out, want to tell the head, and stay for a minute. For
+    # an owner that is killed itself, see supervisor/estate.py.
     deadline = time.monotonic() + _LAST_WORDS_S
     for member in [*raylets, *children]:
         with member:

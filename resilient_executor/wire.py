@@ -31,7 +31,11 @@ _SLICE_S: Final = 1.0
 
 
 def limit(timeout_s: float | None) -> float:
-    """When a wait ends that may take so long, by the monotonic clock; None and -1 are for ever, as in Ray."""
+    """When a wait ends that may take so long, by the monotonic clock; None and -1 are for ever, as in Ray.
+
+    Ray's loop in a worker waits so. It ends with :meth:`_End.close`, at the graph's end, or with its process: by
+    fencing, or by its lease.
+    """
     return math.inf if timeout_s is None or timeout_s == -1 else time.monotonic() + timeout_s
 
 
@@ -54,9 +58,8 @@ class _End:
         for one in self._sockets():
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # whoever is in a call on it returns
-        if self._in_use.acquire(
-            timeout=_SLICE_S
-        ):  # otherwise whoever uses it closes it: a signal may have come between
+        # If not, whoever uses it closes it. That may be this very thread, below the handler of a signal.
+        if self._in_use.acquire(timeout=_SLICE_S):
             try:
                 self._close_sockets()
             finally:

@@ -249,6 +249,8 @@ def wired() -> Iterator[list[bytes]]:
         yield made
         return
     _scope.made = made
+    if not _outlets and not _inlets:
+        _ended.clear()  # all graphs before have ended: nobody is left who might connect again
     try:
         yield made
     except BaseException:
