@@ -96,7 +96,7 @@ class ExecutorConfig:
 
         transport: how tensors travel between stages.
         overlap_communication: lets the graph overlap its communication with computation (GPU only).
-        max_inflight_steps: steps in the graph at once; None derives it from the pipeline's depth.
+        max_inflight_steps: steps in the graph at once, at most 100; None derives it from the pipeline's depth.
         stage_buffer_bytes: first size of one buffer between two stages; a larger message resizes it, once.
             A node's object store must hold one for each rank and step in flight.
         step_buffer_bytes: the same for requests and replies. Ray keeps those of dead epochs for as long as the driver
@@ -239,16 +239,11 @@ class ExecutorConfig:
             if isinstance(self.warm_standbys, str):
                 raise ConfigError(f"warm_standbys must be a whole number or {EVERY_RANK!r}, not {self.warm_standbys!r}")
             self._check_int("warm_standbys", at_least=0)
-        if self.status_port is not None:
-            self._check_int("status_port", at_least=0)
-            if self.status_port > 65535:
-                raise ConfigError(f"status_port must be at most 65535, not {self.status_port}")
+        for name, at_least, at_most in _OPTIONAL_NUMBERS:
+            if getattr(self, name) is not None:
+                self._check_int(name, at_least, at_most)
         if not re.fullmatch(r"[A-Za-z0-9.:_-]+", self.status_host):
             raise ConfigError(f"status_host must be an address or a host's name, not {self.status_host!r}")
-        if self.busy_wait_ms is not None:
-            self._check_int("busy_wait_ms", at_least=0)
-        if self.max_inflight_steps is not None:
-            self._check_int("max_inflight_steps", at_least=1)
         for name in _SECONDS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -267,10 +262,12 @@ class ExecutorConfig:
         if min(self.stage_buffer_bytes, self.step_buffer_bytes) < 1000:
             raise ConfigError("stage_buffer_bytes and step_buffer_bytes must be at least 1000, Ray's own minimum")
 
-    def _check_int(self, name: str, at_least: int) -> None:
+    def _check_int(self, name: str, at_least: int, at_most: int | None = None) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {value!r}")
+        if at_most is not None and value > at_most:
+            raise ConfigError(f"{name} must be at most {at_most}, not {value}")
 
     def _check_placement(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.name):
@@ -369,6 +366,7 @@ class ExecutorConfig:
 
 
 _STRATEGIES: Final = frozenset({"PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"})
+_OPTIONAL_NUMBERS: Final = (("status_port", 0, 65535), ("busy_wait_ms", 0, None), ("max_inflight_steps", 1, 100))
 _SECONDS: Final = tuple(f.name for f in dataclasses.fields(ExecutorConfig) if f.name.endswith("_s"))
 _OBJECTS: Final = {
     "worker", "output_aggregator", "describe_step", "placement_group", "ray_remote_args", "rpc_policies", "env_extra",

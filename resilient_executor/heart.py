@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Final
 
 from resilient_executor import processes
@@ -123,8 +123,9 @@ def decode_answer(message: Any) -> Answer:
     number, grantor, fields, refusal = message
     if fields is None:
         return Answer(int(number), str(grantor), None, str(refusal))
-    rank, epoch, phase, *others = fields
-    return Answer(int(number), str(grantor), Progress(rank, epoch, Phase(phase), *others))
+    progress = Progress(*fields)
+    progress = replace(progress, phase=Phase(progress.phase), failed_steps=tuple(progress.failed_steps))
+    return Answer(int(number), str(grantor), progress)
 
 
 class Heart:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from resilient_executor.errors import ExecutorFailed, ExecutorStopped, RecoveryTimeout
 from resilient_executor.supervisor.incidents import Evidence, Incident, RankExit
@@ -47,6 +47,31 @@ class ExecutorState(str, enum.Enum):
 FINAL: Final = (ExecutorState.FAILED, ExecutorState.STOPPED)
 
 
+def _calm() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@dataclass(eq=False)
+class RpcInHand:
+    """A collective RPC that is in flight.
+
+    Attributes:
+        number: counts all calls, in the order in which they are sent.
+        name: of the method.
+        began: when it was begun, in seconds of ``time.monotonic``.
+        references: Ray's, in rank order, once it has been sent.
+        ended: set when its outcome is known, and what follows from it has been put in hand.
+    """
+
+    number: int
+    name: str
+    began: float
+    references: list[Any] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
 @dataclass
 class Generation:
     """Everything of one epoch, as far as it has been built; whoever buries it takes it down from what is there."""
@@ -58,8 +83,13 @@ class Generation:
     #: It has been in service; before that, its death is a failed attempt of whoever builds it.
     served: bool = False
     condemned: bool = False
-    #: The collective RPCs that are in flight, oldest first: name, and when it began (``time.monotonic``).
-    rpcs: list[tuple[str, float]] = field(default_factory=list)
+    #: The collective RPCs that are in flight, oldest first.
+    rpcs: list[RpcInHand] = field(default_factory=list)
+    #: How often a worker has raised without anybody knowing whether its peers came out of it. Stays when the generation
+    #: is condemned first: what came out of it since may have been spoilt.
+    unsettled: int = 0
+    #: Set unless that is being looked into.
+    calm: threading.Event = field(default_factory=_calm)
     #: The incident that its death is, once it is open.
     incident: Incident | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -72,7 +102,7 @@ class Generation:
     @property
     def rpc(self) -> str:
         """The collective RPC that is in flight, the oldest of several, or ""."""
-        return next((name for name, _ in self.rpcs.copy()), "")
+        return next((call.name for call in self.rpcs.copy()), "")
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import ExecutorFailed
-from resilient_executor.lifecycle import FINAL, ExecutorState, Generation, Lifecycle
-from resilient_executor.protocol import Progress
+from resilient_executor.lifecycle import FINAL, ExecutorState, Generation, Lifecycle, RpcInHand
 from resilient_executor.recovery import Recovery
+from resilient_executor.settling import CallSettling, Outcome, Settling, StepSettling, spoilt
 from resilient_executor.supervisor.actor import Examination, Finding
 from resilient_executor.supervisor.client import SLOW_S, Supervision, SupervisorUnreachable
 from resilient_executor.supervisor.incidents import SUPERVISOR, CauseKind, Evidence, Incident, RankExit
@@ -39,12 +40,17 @@ class _Rebuild:
 
 @dataclass(frozen=True)
 class _Settle:
-    """A worker raised; see whether its peers come out of what they were doing with it."""
+    """A worker raised; see whether its peers come out of what they were doing with it.
+
+    Attributes:
+        generation: of the worker.
+        what: it raised in.
+        followed: whether more has been sent to the workers behind that, and its outcome is not believed yet.
+    """
 
     generation: Generation
-    step_id: int
-    rank: int
-    followers: bool
+    what: Settling
+    followed: Callable[[], bool]
 
 
 class Overseer:
@@ -112,6 +118,7 @@ class Overseer:
                 generation.group.abandoned = f"the epoch was given up ({evidence.text})"
             if generation.pipeline is not None:
                 generation.pipeline.condemn(None)
+            generation.calm.set()  # last: whoever waits for it looks next at whether the generation is condemned
             if generation.incident is not None and self._lifecycle.move(ExecutorState.RECOVERING):
                 self._work.put(_Rebuild(generation))
 
@@ -136,7 +143,8 @@ class Overseer:
             return DriverView()
         # A graph that is built with the first step is a phase of a group in service.
         serving = generation.served and not generation.condemned and not self._lifecycle.phase
-        rpc, began = next(iter(generation.rpcs.copy()), ("", time.monotonic()))
+        oldest = next(iter(generation.rpcs.copy()), None)
+        rpc, began = ("", time.monotonic()) if oldest is None else (oldest.name, oldest.began)
         pipe = generation.pipeline
         steps = (-1, -1, 0) if pipe is None else (pipe.newest_step, pipe.oldest_step, pipe.steps_read)
         return DriverView(*steps, rpc, time.monotonic() - began, serving)
@@ -173,32 +181,40 @@ class Overseer:
         if generation is not None and generation.epoch == epoch:
             self.condemn(generation, Evidence(time.time(), "graph", None, text, CauseKind.GRAPH_ERROR))
 
-    def step_raised(self, epoch: int, step_id: int, rank: int, followers: bool) -> bool:
+    def step_raised(self, epoch: int, step_id: int) -> bool:
         """A worker raised in a step. Returns whether the epoch is dying of something else."""
         generation = self._lifecycle.current
-        if generation is None or generation.epoch != epoch:
+        if generation is None or generation.epoch != epoch or generation.pipeline is None:
             return True
-        return self._hold(generation, _Settle(generation, step_id, rank, followers))
+        pipeline = generation.pipeline
+        step = StepSettling(step_id, self._config.tensor_parallel_size, self._config.pipeline_parallel_size)
+        return self._hold(_Settle(generation, step, lambda: pipeline.newest_step > step_id))
 
-    def rpc_raised(self, generation: Generation) -> bool:
+    def rpc_raised(self, generation: Generation, call: RpcInHand) -> bool:
         """A worker raised in a collective RPC. Returns whether the epoch is dying of something else."""
-        return self._hold(generation, _Settle(generation, -1, -1, followers=False))
+
+        def followed() -> bool:
+            return any(other is not call and other.number > call.number for other in generation.rpcs.copy())
+
+        return self._hold(_Settle(generation, CallSettling(call.name, call.references), followed))
 
     def rpc_broken(self, generation: Generation, text: str) -> None:
         """A collective RPC failed otherwise than by a worker's own exception."""
         self.condemn(generation, Evidence(time.time(), "rpc", None, text, CauseKind.RPC_ERROR))
 
-    def _hold(self, generation: Generation, settle: _Settle) -> bool:
+    def _hold(self, settle: _Settle) -> bool:
         """Ask every worker whether it lives. An answer proves it: a process whose death broke a socket gives none."""
+        generation = settle.generation
         self._examine(generation)
         with self._lock:
+            if not generation.served:  # its builder sees the exception itself
+                return generation.condemned
+            generation.unsettled += 1
             if generation.condemned:
                 return True
-            if generation.served:
-                self._lifecycle.move(ExecutorState.SUSPECT)
-                self._work.put(settle)
-            else:  # its builder sees the exception itself
-                self._settled(generation)
+            generation.calm.clear()
+            self._lifecycle.move(ExecutorState.SUSPECT)
+            self._work.put(settle)
         return False
 
     def _examine(self, generation: Generation, timeout_s: float = HOLD_S) -> Examination | None:
@@ -250,50 +266,37 @@ class Overseer:
         deadline = time.monotonic() + self._config.settle_timeout_s
         last = deadline + SLOW_S
         late: list[int] = []
+        what = work.what
         while time.monotonic() < deadline:
             asked = time.monotonic()
             result = self._examine(generation)
             if generation.condemned:
                 return
             if result is not None:
-                late = [r for r in range(self._config.world_size) if not _is_out(result.progress.get(r), work.step_id)]
+                outcomes = what.outcomes(result.progress)
+                late = [rank for rank, outcome in enumerate(outcomes) if outcome is Outcome.AHEAD]
                 if not late:
-                    self._judge_settled(work, result)
+                    self._judge_settled(work, outcomes)
                     return
             else:  # a supervisor that is slow, or replaced, is no fault of the workers: that time does not count
                 deadline = min(last, deadline + time.monotonic() - asked)
             time.sleep(_SETTLE_LOOK_S)
-        what = f"step {work.step_id}" if work.step_id >= 0 else "a collective RPC"
         text = (
             f"ranks {late} did not come out of {what} within {self._config.settle_timeout_s:g} s "
             f"(settle_timeout_s) after a rank raised in it"
         )
         self.condemn(generation, Evidence(time.time(), "settle", None, text, CauseKind.STALLED))
 
-    def _judge_settled(self, work: _Settle, result: Examination) -> None:
-        """All are out of the step. If later steps were in the graph, they may have met the wrong peers in it."""
-        if work.followers and self._config.tensor_parallel_size > 1:
-            stage = work.rank // self._config.tensor_parallel_size
-            peers = range(stage * self._config.tensor_parallel_size, (stage + 1) * self._config.tensor_parallel_size)
-            if odd := [r for r in peers if result.progress[r].failed_step < work.step_id]:
-                text = (
-                    f"rank {work.rank} raised in step {work.step_id}, and its peers {odd} did not; later steps were in "
-                    "the graph, so their collectives may have met the wrong step"
-                )
-                self.condemn(work.generation, Evidence(time.time(), "settle", work.rank, text, CauseKind.STALLED))
+    def _judge_settled(self, work: _Settle, outcomes: Sequence[Outcome]) -> None:
+        """All are out of it. What was sent behind it may have made them meet in the wrong places."""
+        generation = work.generation
+        why = spoilt(work.what, outcomes)
+        if why and work.followed():
+            self.condemn(generation, Evidence(time.time(), "settle", None, why, CauseKind.STALLED))
+            return
+        with self._lock:
+            generation.unsettled -= 1
+            if generation.unsettled or generation.condemned:
                 return
-        self._settled(work.generation)
-        self._commit(work.generation)
-
-    def _settled(self, generation: Generation) -> None:
-        if generation.pipeline is not None:
-            generation.pipeline.settled()
-
-
-def _is_out(progress: Progress | None, step_id: int) -> bool:
-    """Whether a rank has left the step (or, for -1, the call) that a peer raised in."""
-    if progress is None:
-        return False
-    if step_id < 0:
-        return not progress.rpc_in_hand
-    return progress.step_in_hand < 0 or progress.step_in_hand > step_id
+            generation.calm.set()
+            self._commit(generation)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: A connection between nodes holds at least so many bytes on their way.
 _LARGE: Final = 65_536
 #: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given.
-_VERDICT_GRACE_S: Final = 30.0
+VERDICT_GRACE_S: Final = 30.0
 
 
 class Judge(Protocol):
@@ -41,24 +41,25 @@ class Judge(Protocol):
     def graph_broken(self, epoch: int, text: str) -> None:
         """The graph gave an error of its own. Condemns the epoch before it returns."""
 
-    def step_raised(self, epoch: int, step_id: int, rank: int, followers: bool) -> bool:
+    def step_raised(self, epoch: int, step_id: int) -> bool:
         """A worker raised. Returns whether that worker's epoch is dying, so that the exception is only a symptom.
+
+        Otherwise ``calm`` is not set from before the return until it is known whether the rank's peers kept step.
 
         Args:
             epoch: the epoch of the step.
-            step_id: the step.
-            rank: the rank that raised.
-            followers: whether later steps were in the graph already; a rank that lost step with its peers may have
-                spoilt them.
+            step_id: the step, still at the head of the pipeline.
         """
 
 
 class InflightStep:
     """One step between submission and end."""
 
-    __slots__ = ("done", "error", "future", "kind", "output", "references", "step_id", "trace")
+    __slots__ = ("done", "error", "future", "kind", "output", "references", "size", "step_id", "trace")
 
-    def __init__(self, step_id: int, future: StepFuture | None, kind: StepKind, trace: StepTrace | None) -> None:
+    def __init__(
+        self, step_id: int, future: StepFuture | None, kind: StepKind, trace: StepTrace | None, size: int
+    ) -> None:
         self.step_id = step_id
         self.kind = kind
         self.future = future
@@ -67,6 +68,8 @@ class InflightStep:
         self.output: Any = None
         self.error: Exception | None = None
         self.done = False
+        #: Of the request, in bytes.
+        self.size = size
 
 
 class StepFuture(Future[Any]):
@@ -133,7 +136,18 @@ class StepFuture(Future[Any]):
 class StepPipeline:
     """One epoch's graph with the steps in it."""
 
-    def __init__(self, graph: StepGraph, epoch: int, config: ExecutorConfig, judge: Judge) -> None:
+    def __init__(
+        self, graph: StepGraph, epoch: int, config: ExecutorConfig, judge: Judge, calm: threading.Event
+    ) -> None:
+        """Take over the graph.
+
+        Args:
+            graph: of the epoch.
+            epoch: whose steps these are.
+            config: of the executor.
+            judge: whom to ask about errors.
+            calm: set unless a worker raised, and nobody knows yet whether its peers kept step.
+        """
         self.epoch = epoch
         self.incident: Incident | None = None
         self._graph = graph
@@ -141,17 +155,16 @@ class StepPipeline:
         self._limit = config.inflight_limit
         self._aggregate = config.output_aggregator
         self._output_rank = config.output_rank
-        self._verdict_timeout_s = config.settle_timeout_s + config.check_health_timeout_s + _VERDICT_GRACE_S
+        self._verdict_timeout_s = config.settle_timeout_s + config.check_health_timeout_s + VERDICT_GRACE_S
         self._inflight: deque[InflightStep] = deque()
-        # Reentrant: a future's callback runs in the thread that reads, and may submit or read in its turn.
+        # Reentrant: an aggregator runs in the thread that reads, and may read in its turn.
         self._submit_lock = threading.RLock()
         self._read_lock = threading.RLock()
         self._reader_lock = threading.Lock()
         #: Real steps whose replies have come, over the epoch.
         self.steps_read = 0
         self._condemned = False
-        self._settled = threading.Event()
-        self._settled.set()
+        self._calm = calm
         self._wanted = threading.Semaphore(0)
         self._reader: threading.Thread | None = None
 
@@ -193,29 +206,35 @@ class StepPipeline:
         """
         header = trace.header if trace is not None else b""
         request = protocol.encode_request(self.epoch, step_id, kind, value, header)
-        step = InflightStep(step_id, future, kind, trace)
-        with self._submit_lock:
+        step = InflightStep(step_id, future, kind, trace, len(request))
+        while True:
+            # Room is made before the lock is taken: what is read ends futures, and their callbacks may submit.
             while len(self._inflight) >= self._limit and not self._condemned:
-                with self._read_lock:
-                    if len(self._inflight) >= self._limit:
-                        self._read_next()
-            if self.condemned:
-                raise StepLost(self.epoch, step_id, self.incident)
-            if len(request) > _LARGE and self._inflight and self._graph.crosses_nodes:
-                # It may have to wait for a rank that cannot go on until its own large reply is read.
-                self.read_in_background()
-            try:
-                step.references = self._graph.submit(request)
-            except Exception as error:
-                self._judge.graph_broken(self.epoch, brief(error))
-                raise StepLost(self.epoch, step_id, self.incident) from error
-            self._inflight.append(step)
-            if future is not None:
-                # Not before: whoever asks it reads until its step has ended, and one that was refused never would.
-                future.attach(self, step)
-            if trace is not None:
-                trace.sent(self.epoch)
-        return step
+                self._read(full=True)
+            with self._submit_lock:
+                if self._condemned:
+                    raise StepLost(self.epoch, step_id, self.incident)
+                if len(self._inflight) >= self._limit:
+                    continue  # another thread was quicker
+                self._send(step, request)
+                return step
+
+    def _send(self, step: InflightStep, request: bytes) -> None:
+        """Send a step for which there is room; the lock for it is held."""
+        if self._graph.crosses_nodes and self._inflight and sum(s.size for s in self._inflight) + step.size > _LARGE:
+            # It may have to wait for a rank that cannot go on until its own large reply is read.
+            self.read_in_background()
+        try:
+            step.references = self._graph.submit(request)
+        except Exception as error:
+            self._judge.graph_broken(self.epoch, brief(error))
+            raise StepLost(self.epoch, step.step_id, self.incident) from error
+        self._inflight.append(step)
+        if step.future is not None:
+            # Not before: whoever asks it reads until its step has ended, and one that was refused never would.
+            step.future.attach(self, step)
+        if step.trace is not None:
+            step.trace.sent(self.epoch)
 
     # -- the other end ----------------------------------------------------------------------------------------------
 
@@ -235,18 +254,29 @@ class StepPipeline:
     def read_until(self, step: InflightStep) -> None:
         """Read steps out of the graph, oldest first, until ``step`` has ended."""
         while not step.done:
-            with self._read_lock:
-                if not step.done:
-                    self._read_next()
+            self._read(step)
 
-    def _read_next(self) -> None:
-        """Read the oldest step; the read lock is held. Ends one step, or all of them when the epoch is condemned."""
-        if not self._settled.is_set():
-            # A worker raised in an earlier step, and nobody knows yet whether its peers kept step.
-            self._settled.wait(self._verdict_timeout_s)
-        if self._condemned or not self._inflight:
+    def _read(self, wanted: InflightStep | None = None, full: bool = False) -> None:
+        """Read the oldest step, unless ``wanted`` has ended meanwhile, or, with ``full``, there is room again.
+
+        A future is told after the lock has been released: its callbacks do as they please.
+        """
+        with self._read_lock:
+            if (wanted is not None and wanted.done) or (full and len(self._inflight) < self._limit):
+                return
+            ended = self._read_next()
+        if ended is not None:
+            _tell(ended)
+        if self._condemned:
             self._lose_all()
-            return
+
+    def _read_next(self) -> InflightStep | None:
+        """Read the oldest step, and end it; the read lock is held. Returns None when there was none."""
+        if not self._calm.is_set():
+            # A worker raised in something earlier, and nobody knows yet whether its peers kept step.
+            self._calm.wait(self._verdict_timeout_s)
+        if self._condemned or not self._inflight:
+            return self._lose_next()
         step = self._inflight[0]
         error: Exception | None = None
         replies: list[bytes] = []
@@ -260,8 +290,7 @@ class StepPipeline:
             if error is None:
                 self._judge.graph_broken(self.epoch, brief(raised))
         if self.condemned:
-            self._lose_all()
-            return
+            return self._lose_next()
         self._inflight.popleft()
         step.references = None
         if error is None and step.kind == StepKind.STEP:  # a warm-up has no output that an aggregator could understand
@@ -271,7 +300,8 @@ class StepPipeline:
             except Exception as raised:  # noqa: BLE001 - the engine's own: its classes, its aggregator
                 error = raised
         step.error = error
-        _finish(step)
+        step.done = True
+        return step
 
     def _check(self, step: InflightStep, replies: list[bytes]) -> None:
         """Check whom the replies are from and which step they answer."""
@@ -293,18 +323,28 @@ class StepPipeline:
         cause = getattr(raised, "cause", None) if isinstance(raised, RayTaskError) else None
         if not isinstance(cause, WorkerException) or cause.epoch != self.epoch or cause.call_id != step.step_id:
             return None
-        self._settled.clear()
-        if self._judge.step_raised(self.epoch, step.step_id, cause.rank, followers=len(self._inflight) > 1):
+        if self._judge.step_raised(self.epoch, step.step_id):
             return None
         return cause.original()
 
+    def _lose_next(self) -> InflightStep | None:
+        if not self._inflight:
+            return None
+        step = self._inflight.popleft()
+        self._graph.discard(step.references)
+        step.references = None
+        step.error = StepLost(self.epoch, step.step_id, self.incident)
+        step.done = True
+        return step
+
     def _lose_all(self) -> None:
+        """One after the other: the callback of one may ask for the next one's result."""
+        lost: InflightStep | None
         while self._inflight:
-            step = self._inflight.popleft()
-            self._graph.discard(step.references)
-            step.references = None
-            step.error = StepLost(self.epoch, step.step_id, self.incident)
-            _finish(step)
+            with self._read_lock:
+                lost = self._lose_next()
+            if lost is not None:
+                _tell(lost)
 
     def read_in_background(self) -> None:
         """Have the reader thread read the next step."""
@@ -318,22 +358,16 @@ class StepPipeline:
         while not self._condemned:
             self._wanted.acquire(timeout=1.0)
             while self._inflight:
-                with self._read_lock:
-                    if self._inflight:
-                        self._read_next()
+                self._read()
 
     # -- the end of the epoch ---------------------------------------------------------------------------------------
-
-    def settled(self) -> None:
-        """The judge has found the group in step again."""
-        self._settled.set()
 
     def condemn(self, incident: Incident | None) -> None:
         """Believe nothing of this epoch any more. Does not wait; see :meth:`lose_inflight`."""
         if incident is not None:
             self.incident = incident
         self._condemned = True
-        self._settled.set()
+        self._calm.set()
 
     def lose_inflight(self, timeout_s: float) -> bool:
         """End every step in flight as lost, once whoever reads has been released by the graph's teardown.
@@ -344,15 +378,13 @@ class StepPipeline:
         deadline = time.monotonic() + timeout_s
         if not self._read_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False
-        try:
-            self._lose_all()
-        finally:
-            self._read_lock.release()
+        self._read_lock.release()
+        self._lose_all()
         return True
 
 
-def _finish(step: InflightStep) -> None:
-    step.done = True
+def _tell(step: InflightStep) -> None:
+    """Tell a step's future and its trace that it has ended."""
     future = step.future
     if future is not None:
         if step.error is not None:

@@ -255,6 +255,10 @@ class Phase(str, enum.Enum):
     STOPPING = "stopping"
 
 
+#: In how many steps a worker remembers to have raised; more than that are never in flight at once.
+FAILURES_KEPT: Final = 128
+
+
 @dataclass(frozen=True)
 class Progress:
     """A worker's answer to a heartbeat: where it is in its work.
@@ -263,7 +267,7 @@ class Progress:
         step_in_hand: the step being computed, or -1 between steps.
         step_age_s: seconds since that step began; 0.0 between steps.
         last_step: the step that it finished last, or -1.
-        failed_step: the last step in which the engine's worker raised, or -1.
+        failed_steps: the last steps in which the engine's worker raised, oldest first.
         rpc_in_hand: the name of the collective RPC that it runs, or "".
         phase_age_s: seconds since the phase began.
         steps_done: steps that it has finished in this epoch, or raised in; warm-ups do not count.
@@ -277,7 +281,7 @@ class Progress:
     step_in_hand: int
     step_age_s: float
     last_step: int
-    failed_step: int
+    failed_steps: tuple[int, ...]
     rpc_in_hand: str
     phase_age_s: float = 0.0
     steps_done: int = 0

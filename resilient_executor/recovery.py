@@ -354,7 +354,7 @@ class Recovery:
         with self._phase("compile", incident):
             bell = group.prepare_graph(self._driver_node_id, deadline)
             new.graph = StepGraph(group.handles, self._config, bell)
-            new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge)
+            new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge, new.calm)
         with self._phase("warm_up", incident):
             step_id = next(self._step_ids)
             trace = self._telemetry.begin_warm_up(step_id) if self._telemetry is not None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +17,9 @@ from resilient_executor import protocol
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import RpcLost, RpcTimeout, StateError
 from resilient_executor.journal import Journal, JournalEntry, RpcPolicy
-from resilient_executor.lifecycle import Generation, Lifecycle
+from resilient_executor.lifecycle import Generation, Lifecycle, RpcInHand
 from resilient_executor.overseer import Overseer
+from resilient_executor.pipeline import VERDICT_GRACE_S
 from resilient_executor.worker_group import first_line
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class CollectiveRpc:
         self._overseer = overseer
         self._journal = journal
         self._journal_lock = threading.Lock()
+        self._order = _Order()
 
     def entry(
         self,
@@ -73,30 +77,40 @@ class CollectiveRpc:
         return self._config.rpc_policies.get(name, RpcPolicy.ONCE)
 
     def submit(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> Future[list[Any]]:
-        """The same as :meth:`call`, in another thread; a daemon, since the interpreter waits for all others to end."""
+        """The same as :meth:`call`, in another thread; a daemon, since the interpreter waits for all others to end.
+
+        Its place in the order of calls is this one.
+        """
         future: Future[list[Any]] = Future()
         future.set_running_or_notify_cancel()
         trace = self._begin(entry, policy)  # here, where the caller's span is the current one
+        number = self._order.join()
 
         def run() -> None:
             try:
-                future.set_result(self._traced(entry, policy, timeout_s, trace))
+                future.set_result(self._traced(entry, policy, timeout_s, trace, number))
             except Exception as error:  # noqa: BLE001 - a future holds all of its call's errors
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="resilient-executor-rpc", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="resilient-executor-rpc", daemon=True).start()
+        except BaseException:
+            self._order.leave(number)
+            raise
         return future
 
     def call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float) -> list[Any]:
         """Make the call, on as many epochs as its policy and ``timeout_s`` allow; see ``collective_rpc``."""
-        return self._traced(entry, policy, timeout_s, self._begin(entry, policy))
+        return self._traced(entry, policy, timeout_s, self._begin(entry, policy), self._order.join())
 
     def _begin(self, entry: JournalEntry, policy: RpcPolicy) -> CallTrace | None:
         return self._telemetry.begin_call(entry.name, policy.value) if self._telemetry is not None else None
 
-    def _traced(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float, trace: CallTrace | None) -> list[Any]:
+    def _traced(
+        self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float, trace: CallTrace | None, number: int
+    ) -> list[Any]:
         try:
-            results = self._call(entry, policy, timeout_s, trace)
+            results = self._call(entry, policy, timeout_s, trace, number)
         except BaseException as error:
             if trace is not None:
                 trace.ended(error)
@@ -105,12 +119,17 @@ class CollectiveRpc:
             trace.ended(None)
         return results
 
-    def _call(self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float, trace: CallTrace | None) -> list[Any]:
+    def _call(
+        self, entry: JournalEntry, policy: RpcPolicy, timeout_s: float, trace: CallTrace | None, number: int
+    ) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while True:
-            remaining = deadline - time.monotonic()
-            generation = self._lifecycle.await_serving(max(0.0, min(remaining, self._config.recovery_timeout_s)))
-            results, error = self._call_once(generation, entry, max(0.0, deadline - time.monotonic()), trace)
+            try:
+                remaining = deadline - time.monotonic()
+                generation = self._lifecycle.await_serving(max(0.0, min(remaining, self._config.recovery_timeout_s)))
+                results, error = self._call_once(generation, entry, deadline, trace, number)
+            finally:
+                self._order.leave(number)
             if error is None:
                 with self._journal_lock:
                     if not generation.condemned:
@@ -124,29 +143,87 @@ class CollectiveRpc:
                 return results
             if policy is RpcPolicy.ONCE:
                 raise RpcLost(entry.name, generation.epoch, self._lifecycle.last_incident(generation.epoch)) from error
+            number = self._order.join()
 
     def _call_once(
-        self, generation: Generation, entry: JournalEntry, timeout_s: float, trace: CallTrace | None
+        self, generation: Generation, entry: JournalEntry, deadline: float, trace: CallTrace | None, number: int
     ) -> tuple[list[Any], Exception | None]:
         """One attempt. When it returns an error, the generation is condemned or the error is the worker's own."""
         group = generation.group
         assert group is not None
-        call = (entry.name, time.monotonic())
-        generation.rpcs.append(call)
+        call = RpcInHand(number, entry.name, time.monotonic())
         try:
-            return group.results(entry.name, group.call(entry, trace), timeout_s, trace), None
+            # One call after the other, whole: workers that got two of them in different orders would wait in the
+            # collectives of both, for ever.
+            if not self._order.await_turn(number, deadline):
+                raise RpcTimeout(entry.name, deadline - call.began, tuple(range(self._config.world_size)))
+            generation.rpcs.append(call)
+            call.references = group.call(entry, trace)
+            self._order.leave(number)
+            results = group.results(entry.name, call.references, max(0.0, deadline - time.monotonic()), trace)
+            self._await_calm(generation, call)
+            if generation.unsettled:
+                return [], RuntimeError(
+                    "a worker raised in an earlier call, and the ranks may have met in the wrong ones"
+                )
+            return results, None
         except RpcTimeout as error:
             return [], error
         except RayError as error:
             self._overseer.rpc_broken(generation, first_line(error))
             return [], error
         except Exception as error:  # noqa: BLE001 - the worker's own
-            self._overseer.rpc_raised(generation)
+            if call.references:
+                self._overseer.rpc_raised(generation, call)
+            else:  # it may have been sent to some
+                self._overseer.rpc_broken(generation, first_line(error))
             return [], error
         finally:
-            generation.rpcs.remove(call)
+            call.ended.set()
+            with contextlib.suppress(ValueError):  # its turn has not come
+                generation.rpcs.remove(call)
+
+    def _await_calm(self, generation: Generation, call: RpcInHand) -> None:
+        """Wait until it is known whether a worker raised in an earlier call, and what this one has suffered by it.
+
+        The earlier calls have all been answered, since workers take one after the other.
+        """
+        config = self._config
+        deadline = time.monotonic() + config.settle_timeout_s + config.check_health_timeout_s + VERDICT_GRACE_S
+        for other in generation.rpcs.copy():
+            if other.number < call.number:
+                other.ended.wait(max(0.0, deadline - time.monotonic()))
+        generation.calm.wait(max(0.0, deadline - time.monotonic()))
 
     def forget(self, key: str) -> bool:
         """Take the journalled call with this key out of the replay; returns whether there was one."""
         with self._journal_lock:
             return self._journal.forget(key)
+
+
+class _Order:
+    """Calls are sent in the order in which they were made, though each is sent by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+
+    def join(self) -> int:
+        """Take the next number; :meth:`leave` must follow, whatever happens."""
+        with self._changed:
+            number = next(self._numbers)
+            self._waiting.append(number)
+            return number
+
+    def leave(self, number: int) -> None:
+        """Whoever comes after this number need not wait for it any more."""
+        with self._changed:
+            if number in self._waiting:
+                self._waiting.remove(number)
+                self._changed.notify_all()
+
+    def await_turn(self, number: int, deadline: float) -> bool:
+        """Wait until all before it have left, at most until ``deadline``; returns whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting[0] == number, max(0.0, deadline - time.monotonic()))

@@ -26,6 +26,7 @@ from resilient_executor.errors import StateError
 from resilient_executor.heart import Beat, Heart
 from resilient_executor.lease import Lease
 from resilient_executor.protocol import (
+    FAILURES_KEPT,
     LEASE_EXIT_CODE,
     Phase,
     ProcessIdentity,
@@ -83,7 +84,7 @@ class WorkerActor:
         self._step_in_hand = -1
         self._step_began = 0.0
         self._last_step = -1
-        self._failed_step = -1
+        self._failed_steps: tuple[int, ...] = ()
         self._steps_done = 0
         self._slowest_step_s = 0.0
         self._rpc_in_hand = ""
@@ -315,7 +316,7 @@ class WorkerActor:
                 return serialized((request, result, trail)) if serialize else (request, result, trail)
             return protocol.encode_reply(epoch, step_id, self._rank, result if assignment.wants_output else None, trail)
         except Exception as error:  # noqa: BLE001 - the engine's own, whatever it is
-            self._failed_step = step_id
+            self._failed_steps = (*self._failed_steps[1 - FAILURES_KEPT :], step_id)
             times = (self._idle_since, began, time.time_ns()) if began else (0, 0, 0)
             raise capture(self, error, "execute_stage", step_id, times) from None
         finally:
@@ -372,7 +373,7 @@ class WorkerActor:
             step_in_hand=step,
             step_age_s=now - began if step >= 0 else 0.0,
             last_step=self._last_step,
-            failed_step=self._failed_step,
+            failed_steps=self._failed_steps,
             rpc_in_hand=self._rpc_in_hand,
             phase_age_s=now - self._phase_began,
             steps_done=self._steps_done,

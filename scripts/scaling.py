@@ -77,7 +77,7 @@ def config_of(size: int) -> ExecutorConfig:
 
 def progress_of(rank: int, epoch: int, steps: int = 100) -> Progress:
     """A worker's answer between two steps."""
-    return Progress(rank, epoch, Phase.SERVING, -1, 0.0, steps, -1, "", 1.0, steps, 0.01)
+    return Progress(rank, epoch, Phase.SERVING, -1, 0.0, steps, (), "", 1.0, steps, 0.01)
 
 
 def milliseconds(work: Callable[[], object], least_s: float = 0.2) -> float:

@@ -239,7 +239,7 @@ class ProgressDetector:
             return None
         # A step that was raised in goes no further: those behind it never see it, and need not.
         newest = max(self._view.step, *(p.last_step for p in known))
-        baseline = max(min(p.last_step for p in known), *(p.failed_step for p in known))
+        baseline = max(min(p.last_step for p in known), *(step for p in known for step in p.failed_steps), -1)
         if baseline >= newest:
             self._behind_since = None
             return None

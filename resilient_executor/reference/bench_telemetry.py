@@ -100,6 +100,8 @@ class _BareActor(WorkerActor):
 class _Graph:
     """Calls the worker in place of Ray's graph, and knows how long that took."""
 
+    crosses_nodes = False
+
     def __init__(self, actor: WorkerActor) -> None:
         self._actor = actor
         self.worker_ns = 0
@@ -129,23 +131,31 @@ class _BarePipeline(StepPipeline):
         trace: StepTrace | None = None,
     ) -> InflightStep:
         request = protocol.encode_request(self.epoch, step_id, kind, value)
-        step = InflightStep(step_id, future, kind, None)
-        with self._submit_lock:
+        step = InflightStep(step_id, future, kind, None, len(request))
+        while True:
             while len(self._inflight) >= self._limit and not self._condemned:
                 raise AssertionError
-            if self.condemned:
-                raise AssertionError
-            if future is not None:
-                future.attach(self, step)
-            try:
-                step.references = self._graph.submit(request)
-            except Exception:  # the real one has a handler here, too, whose cost belongs to both sides
-                raise
-            self._inflight.append(step)
-        return step
+            with self._submit_lock:
+                if self._condemned:
+                    raise AssertionError
+                if len(self._inflight) >= self._limit:
+                    raise AssertionError
+                self._send(step, request)
+                return step
 
-    def _read_next(self) -> None:
-        if not self._settled.is_set():
+    def _send(self, step: InflightStep, request: bytes) -> None:
+        if self._graph.crosses_nodes and self._inflight:
+            raise AssertionError
+        try:
+            step.references = self._graph.submit(request)
+        except Exception:  # the real one has a handler here, too, whose cost belongs to both sides
+            raise
+        self._inflight.append(step)
+        if step.future is not None:
+            step.future.attach(self, step)
+
+    def _read_next(self) -> InflightStep | None:
+        if not self._calm.is_set():
             raise AssertionError
         if self._condemned or not self._inflight:
             raise AssertionError
@@ -165,6 +175,7 @@ class _BarePipeline(StepPipeline):
             step.output = self._output_of(replies)
         step.error = error
         step.done = True
+        return step
 
 
 Path_ = Callable[[int], tuple[int, int]]
@@ -174,7 +185,9 @@ def _path(actor: WorkerActor, pipeline_class: type[StepPipeline], telemetry: Tel
     """A function that runs one step, and returns the nanoseconds that driver and worker took."""
     config = ExecutorConfig(worker=WorkerSpec("unused"))
     graph = _Graph(actor)
-    pipeline = pipeline_class(graph, 1, config, None)  # type: ignore[arg-type]  # a graph without Ray, and no judge
+    calm = threading.Event()
+    calm.set()
+    pipeline = pipeline_class(graph, 1, config, None, calm)  # type: ignore[arg-type]  # without Ray, and without a judge
     value = ({"requests": list(range(8))}, None)
 
     class Front:

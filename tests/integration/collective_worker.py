@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from resilient_executor import protocol
 from resilient_executor.protocol import RankAssignment
 
 
@@ -19,6 +21,7 @@ class CollectiveWorker:
 
     def __init__(self, assignment: RankAssignment) -> None:
         self.assignment = assignment
+        self.noted: list[int] = []
 
     def init_device(self) -> None:
         import torch.distributed as dist
@@ -49,3 +52,24 @@ class CollectiveWorker:
         if rank in scheduler_output.get("raise_after", ()):
             raise ValueError(f"rank {rank} raised after")
         return int(total)
+
+    def add_up(self, value: int, raise_before: Sequence[int] = (), delay_s: float = 0.0) -> int:
+        """The same by collective RPC; ranks that raise do it after ``delay_s``."""
+        if self.assignment.rank in raise_before:
+            time.sleep(delay_s)
+        return int(self.execute_stage({"value": value, "raise_before": raise_before}, None, None))
+
+    def begin_late(self, rank: int, seconds: float) -> None:
+        """Have a rank be slow to begin its steps from now on; 0.0 ends that."""
+        original = vars(protocol).setdefault("original_decode_request", protocol.decode_request)
+
+        def late(request: bytes) -> Any:
+            time.sleep(seconds)
+            return original(request)
+
+        vars(protocol)["decode_request"] = late if seconds and self.assignment.rank == rank else original
+
+    def note(self, value: int) -> list[int]:
+        """Without a collective: the values so far, in the order in which they came."""
+        self.noted.append(value)
+        return list(self.noted)

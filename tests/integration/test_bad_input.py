@@ -59,6 +59,7 @@ def refused(error: type[Exception], words: str, **settings: Any) -> None:
         ({"backoff_initial_s": 2.0, "backoff_max_s": 1.0}, "backoff_max_s backoff_initial_s"),
         ({"max_restarts": -1}, "max_restarts at least 0"),
         ({"max_inflight_steps": 0}, "max_inflight_steps at least 1"),
+        ({"max_inflight_steps": 101}, "max_inflight_steps at most 100"),
         ({"name": "two words"}, "name letters"),
         ({"ray_remote_args": {"num_cpus": 3}}, "ray_remote_args num_cpus"),
         ({"env_extra": {"A": 1}}, "env_extra 'A'"),

@@ -124,6 +124,32 @@ class TestAsking:
         assert finished.wait(20)
         assert results == list(range(30))
 
+    def test_callbacks_may_submit_while_other_threads_submit(self, executor: ResilientExecutor) -> None:
+        """At the limit, whoever submits reads, and runs callbacks, that submit: no lock may be held then."""
+        count, chains, finished = 200, 3, threading.Event()
+        results: list[int] = []
+
+        def go_on(done: Future[Any]) -> None:
+            results.append(done.result()["scheduler"])
+            if len(results) < count:
+                submit(executor, len(results)).add_done_callback(go_on)
+            else:
+                finished.set()
+
+        def feed() -> None:
+            while not finished.is_set():
+                submit(executor, -1)
+
+        feeders = [threading.Thread(target=feed, daemon=True) for _ in range(2)]
+        for _ in range(chains):
+            submit(executor, 0).add_done_callback(go_on)
+        for thread in feeders:
+            thread.start()
+        assert finished.wait(60)
+        for thread in feeders:
+            thread.join(10)
+            assert not thread.is_alive()
+
     def test_asyncio_can_wait_for_them(self, executor: ResilientExecutor) -> None:
         async def both() -> list[Any]:
             futures = [asyncio.wrap_future(submit(executor, number)) for number in range(3)]

@@ -26,7 +26,7 @@ Give = Callable[[Mapping[ProcessIdentity, Beat]], Coroutine[Any, Any, tuple[floa
 
 
 def progress(rank: int) -> Progress:
-    return Progress(rank, 1, Phase.SERVING, -1, 0.0, 3, -1, "")
+    return Progress(rank, 1, Phase.SERVING, -1, 0.0, 3, (), "")
 
 
 class Node:

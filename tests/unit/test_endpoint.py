@@ -37,7 +37,7 @@ def data(news: News | None = NEWS) -> dict[str, Any]:
     watch = Watch(
         2, [(ProcessIdentity(10 + r, 1, "n"), "10.0.0.1") for r in range(2)], SETTINGS, SETTINGS.step_deadline(), 0.0
     )
-    watch.heard(Progress(0, 2, Phase.SERVING, 17, 0.25, 16, -1, "", 9.0, 17, 0.1), 1.0, 0.002)
+    watch.heard(Progress(0, 2, Phase.SERVING, 17, 0.25, 16, (), "", 9.0, 17, 0.1), 1.0, 0.002)
     return status(news, 1.5, watch, {0: ("0",), 1: ("1",)}, 2.0)
 
 

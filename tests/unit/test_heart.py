@@ -21,7 +21,7 @@ from resilient_executor.supervisor.beats import Beats
 
 T = TypeVar("T")
 BEAT = Beat(3, "supervisor-1", 7, 6)
-PROGRESS = Progress(2, 3, Phase.SERVING, 41, 0.25, 40, -1, "", 9.0, 40, 0.3, True)
+PROGRESS = Progress(2, 3, Phase.SERVING, 41, 0.25, 40, (), "", 9.0, 40, 0.3, True)
 
 
 class Worker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resilient_executor import CauseKind, ExecutorConfig, WorkerSpec
-from resilient_executor.lifecycle import Generation, Lifecycle
+from resilient_executor.lifecycle import Generation, Lifecycle, RpcInHand
 from resilient_executor.overseer import Overseer
 from resilient_executor.protocol import Phase, Progress
 from resilient_executor.supervisor.actor import Finding
@@ -16,7 +16,9 @@ def test_a_call_that_has_ended_is_not_what_a_rank_was_doing(in_flight: str, expe
     """The last heartbeat may be older than the end of a call; the executor knows which one is in flight."""
     lifecycle = Lifecycle()
     overseer = Overseer(ExecutorConfig(worker=WorkerSpec("some.engine:Worker")), lifecycle)
-    generation = lifecycle.current = Generation(epoch=1, served=True, rpcs=[(in_flight, 0.0)] if in_flight else [])
-    heartbeat = Progress(0, 1, Phase.SERVING, -1, 0.0, 3, -1, "get_kv_cache_spec")
+    generation = lifecycle.current = Generation(
+        epoch=1, served=True, rpcs=[RpcInHand(0, in_flight, 0.0)] if in_flight else []
+    )
+    heartbeat = Progress(0, 1, Phase.SERVING, -1, 0.0, 3, (), "get_kv_cache_spec")
     overseer.on_finding(Finding(1, CauseKind.PROCESS_EXIT, 0, 0.0, "its process ended", doing=heartbeat))
     assert generation.doing[0] == expected

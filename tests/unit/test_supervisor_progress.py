@@ -34,7 +34,7 @@ def detector(ranks: int = 2, deadline: StepDeadline | None = None) -> ProgressDe
 
 
 def idle(rank: int, last_step: int = 9, **changes: object) -> Progress:
-    progress = Progress(rank, 1, Phase.SERVING, -1, 0.0, last_step, -1, "", 1.0, last_step + 1, 0.01)
+    progress = Progress(rank, 1, Phase.SERVING, -1, 0.0, last_step, (), "", 1.0, last_step + 1, 0.01)
     return dataclasses.replace(progress, **changes)  # type: ignore[arg-type]  # the fields' own types
 
 
@@ -200,7 +200,7 @@ def test_a_step_that_was_raised_in_is_lost_to_nobody() -> None:
     """The stages behind it never see it."""
     it = detector(2)
     for beat in range(1, 100):
-        feed(it, idle(0, 10, failed_step=10), idle(1, 9))
+        feed(it, idle(0, 10, failed_steps=(10,)), idle(1, 9))
         assert it.evaluate(beat * INTERVAL) is None
 
 

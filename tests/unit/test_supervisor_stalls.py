@@ -27,7 +27,7 @@ MAIN = """Thread 0x3 (most recent call first):
 
 
 def rank(number: int, step: int = -1, stacks: str = "", last_step: int = 9, **changes: Any) -> RankReport:
-    progress = Progress(number, 1, Phase.SERVING, step, 9.0 if step >= 0 else 0.0, last_step, -1, "")
+    progress = Progress(number, 1, Phase.SERVING, step, 9.0 if step >= 0 else 0.0, last_step, (), "")
     return RankReport(number, 100 + number, "10.0.0.1", progress, 0.5, stacks=stacks, **changes)
 
 

@@ -26,7 +26,7 @@ def watch() -> Watch:
 
 
 def idle(rank: int, **changes: object) -> Progress:
-    progress = Progress(rank, 1, Phase.SERVING, -1, 0.0, 9, -1, "", 1.0, 10, 0.01)
+    progress = Progress(rank, 1, Phase.SERVING, -1, 0.0, 9, (), "", 1.0, 10, 0.01)
     return dataclasses.replace(progress, **changes)  # type: ignore[arg-type]  # the fields' own types
 
 
