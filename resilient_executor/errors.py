@@ -82,13 +82,14 @@ class StepLost(ResilientExecutorError):
 
     Attributes:
         epoch: the epoch that the step ran in.
-        step_id: the step, counted from 0 over the executor's whole life.
+        step_id: the step, counted from 0 over the executor's whole life, as they are sent; -1 when it never was.
         incident: what happened, as far as it is known; None when the news has not arrived yet.
     """
 
     def __init__(self, epoch: int, step_id: int, incident: Incident | None = None) -> None:
         why = f": {incident.headline()}" if incident is not None else ""
-        super().__init__(f"step {step_id} was lost with epoch {epoch}{why}")
+        what = f"step {step_id} was lost with" if step_id >= 0 else "a step was not sent, being planned for"
+        super().__init__(f"{what} epoch {epoch}{why}")
         self.epoch = epoch
         self.step_id = step_id
         self.incident = incident

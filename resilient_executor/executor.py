@@ -160,14 +160,14 @@ class ResilientExecutor:
         return self._run_step((scheduler_output, grammar_output), self._pending_plan, non_block)
 
     def _run_step(self, value: Any, plan: Plan, non_block: bool) -> Any:
-        step_id, traces = next(self._step_ids), self._telemetry
-        trace = traces.begin_step(step_id, value, self._called_ns) if traces is not None else None
+        traces = self._telemetry
+        trace = traces.begin_step(value, self._called_ns) if traces is not None else None
         future = EngineFuture(self._told) if non_block else None
         try:
-            pipeline = self._pipeline_for(plan, step_id)
+            pipeline = self._pipeline_for(plan)
             if future is None:
-                return pipeline.run(step_id, value, trace=trace)
-            pipeline.submit(step_id, value, future, trace=trace)
+                return pipeline.run(value, trace=trace)
+            pipeline.submit(value, future, trace=trace)
         except Exception as error:
             if trace is not None:
                 trace.ended(error)
@@ -178,7 +178,7 @@ class ResilientExecutor:
             future.fail(error)
         return future
 
-    def _pipeline_for(self, plan: Plan, step_id: int) -> StepPipeline:
+    def _pipeline_for(self, plan: Plan) -> StepPipeline:
         """The pipeline that may run a step of this plan; waits for a rebuild if the plan begins from nothing.
 
         Raises:
@@ -186,15 +186,15 @@ class ResilientExecutor:
         """
         epoch = plan.epoch
         if plan.losses != self._plans.current.losses:
-            raise StepLost(epoch, step_id)
+            raise StepLost(epoch, -1)
         generation = self._lifecycle.serving
         if generation is None:
             current = self._lifecycle.current
             if epoch and (current is None or current.epoch != epoch or current.condemned):
-                raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
+                raise StepLost(epoch, -1, self._lifecycle.last_incident(epoch))
             generation = self._lifecycle.await_serving(self._config.recovery_timeout_s)
         if epoch and generation.epoch != epoch:
-            raise StepLost(epoch, step_id, self._lifecycle.last_incident(epoch))
+            raise StepLost(epoch, -1, self._lifecycle.last_incident(epoch))
         self._plans.settle_on(generation.epoch)
         return generation.pipeline or self._late_pipeline(generation)
 

@@ -58,7 +58,7 @@ class RpcInHand:
     """A collective RPC that is in flight.
 
     Attributes:
-        number: counts all calls, in the order in which they are sent.
+        number: counts all calls in the order in which they are sent.
         name: of the method.
         began: when it was begun, in seconds of ``time.monotonic``.
         references: Ray's, in rank order, once it has been sent.
@@ -85,6 +85,8 @@ class Generation:
     condemned: bool = False
     #: The collective RPCs that are in flight, oldest first.
     rpcs: list[RpcInHand] = field(default_factory=list)
+    #: Those that their callers have given up, and of whose outcome nobody has heard.
+    given_up: list[RpcInHand] = field(default_factory=list)
     #: How often a worker has raised without anybody knowing whether its peers came out of it. Stays when the generation
     #: is condemned first: what came out of it since may have been spoilt.
     unsettled: int = 0

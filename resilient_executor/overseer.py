@@ -188,7 +188,7 @@ class Overseer:
             return True
         pipeline = generation.pipeline
         step = StepSettling(step_id, self._config.tensor_parallel_size, self._config.pipeline_parallel_size)
-        return self._hold(_Settle(generation, step, lambda: pipeline.newest_step > step_id))
+        return self._hold(_Settle(generation, step, lambda: pipeline.sent_step > step_id))
 
     def rpc_raised(self, generation: Generation, call: RpcInHand) -> bool:
         """A worker raised in a collective RPC. Returns whether the epoch is dying of something else."""
@@ -213,8 +213,8 @@ class Overseer:
             if generation.condemned:
                 return True
             generation.calm.clear()
-            self._lifecycle.move(ExecutorState.SUSPECT)
             self._work.put(settle)
+            self._lifecycle.move(ExecutorState.SUSPECT)
         return False
 
     def _examine(self, generation: Generation, timeout_s: float = HOLD_S) -> Examination | None:
@@ -248,6 +248,9 @@ class Overseer:
                 incident = work.generation.incident
                 self._lifecycle.move(ExecutorState.FAILED, failure=failure, ends=incident)
                 self._lifecycle.emit("failed", incident=incident)
+                self.condemn(
+                    work.generation, Evidence(time.time(), "overseer", None, str(failure), CauseKind.GRAPH_ERROR)
+                )
 
     def _rebuild(self, dead: Generation) -> None:
         assert self._recovery is not None
@@ -288,10 +291,13 @@ class Overseer:
         self.condemn(generation, Evidence(time.time(), "settle", None, text, CauseKind.STALLED))
 
     def _judge_settled(self, work: _Settle, outcomes: Sequence[Outcome]) -> None:
-        """All are out of it. What was sent behind it may have made them meet in the wrong places."""
+        """All are out of it. What was sent behind it may have made them meet in the wrong places.
+
+        An accelerator may still wait in a collective that its rank has left: what is sent next would meet that.
+        """
         generation = work.generation
         why = spoilt(work.what, outcomes)
-        if why and work.followed():
+        if why and (self._config.device_key != "CPU" or work.followed()):
             self.condemn(generation, Evidence(time.time(), "settle", None, why, CauseKind.STALLED))
             return
         with self._lock:

@@ -11,10 +11,8 @@ condemned. After it is condemned nothing that comes out of the graph is believed
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ray.exceptions import RayTaskError
@@ -22,6 +20,7 @@ from ray.exceptions import RayTaskError
 from resilient_executor import protocol
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import StepLost, brief
+from resilient_executor.inflight import InflightStep, StepFuture, tell
 from resilient_executor.protocol import StepKind, WorkerException
 
 if TYPE_CHECKING:
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
 
 #: A connection between nodes holds at least so many bytes on their way.
 _LARGE: Final = 65_536
-#: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given.
-VERDICT_GRACE_S: Final = 30.0
+#: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given: that may
+#: have to wait for a supervisor that gets no processor.
+VERDICT_GRACE_S: Final = 100.0
 
 
 class Judge(Protocol):
@@ -52,92 +52,17 @@ class Judge(Protocol):
         """
 
 
-class InflightStep:
-    """One step between submission and end."""
-
-    __slots__ = ("done", "error", "future", "kind", "output", "references", "size", "step_id", "trace")
-
-    def __init__(
-        self, step_id: int, future: StepFuture | None, kind: StepKind, trace: StepTrace | None, size: int
-    ) -> None:
-        self.step_id = step_id
-        self.kind = kind
-        self.future = future
-        self.trace = trace
-        self.references: Any = None
-        self.output: Any = None
-        self.error: Exception | None = None
-        self.done = False
-        #: Of the request, in bytes.
-        self.size = size
-
-
-class StepFuture(Future[Any]):
-    """The future of one step. It can be waited for, polled and given callbacks like any other, but not cancelled."""
-
-    def __init__(self) -> None:
-        self._pipeline: StepPipeline | None = None
-        self._step: InflightStep | None = None
-        super().__init__()
-        self.set_running_or_notify_cancel()
-
-    @property
-    def _waiters(self) -> list[Any]:
-        """Who waits in ``concurrent.futures.wait`` or ``as_completed``: they register here, and read nothing."""
-        self._drive(0.0)
-        return self._registered
-
-    @_waiters.setter
-    def _waiters(self, waiters: list[Any]) -> None:
-        self._registered = waiters
-
-    def attach(self, pipeline: StepPipeline, step: InflightStep) -> None:
-        """Connect it with the step that will resolve it."""
-        self._pipeline, self._step = pipeline, step
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The step's output.
-
-        Raises:
-            TimeoutError: not within ``timeout`` seconds; the step goes on.
-            StepLost: its epoch died.
-            Exception: what the worker raised.
-        """
-        self._drive(timeout)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The step's error, or None; waits like :meth:`result`."""
-        self._drive(timeout)
-        return super().exception(timeout)
-
-    def done(self) -> bool:
-        """Whether the step has ended. Does not wait."""
-        if not super().done():
-            self._drive(0.0)
-        return super().done()
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Call ``fn`` with this future when the step has ended."""
-        super().add_done_callback(fn)
-        if not super().done():
-            self._drive(0.0)
-
-    def _drive(self, timeout: float | None) -> None:
-        """See to it that somebody reads: this thread if it may wait without a limit, else the reader thread."""
-        if self._pipeline is None or self._step is None or self._step.done:
-            return
-        if timeout is None:
-            self._pipeline.read_until(self._step)
-        else:
-            self._pipeline.read_in_background()
-
-
 class StepPipeline:
     """One epoch's graph with the steps in it."""
 
     def __init__(
-        self, graph: StepGraph, epoch: int, config: ExecutorConfig, judge: Judge, calm: threading.Event
+        self,
+        graph: StepGraph,
+        epoch: int,
+        config: ExecutorConfig,
+        judge: Judge,
+        step_ids: Iterator[int],
+        calm: threading.Event,
     ) -> None:
         """Take over the graph.
 
@@ -146,6 +71,7 @@ class StepPipeline:
             epoch: whose steps these are.
             config: of the executor.
             judge: whom to ask about errors.
+            step_ids: gives each step its number when it is sent, so that numbers rise on every rank.
             calm: set unless a worker raised, and nobody knows yet whether its peers kept step.
         """
         self.epoch = epoch
@@ -165,6 +91,9 @@ class StepPipeline:
         self.steps_read = 0
         self._condemned = False
         self._calm = calm
+        self._step_ids = step_ids
+        #: The step that was sent last, or is being sent; -1 for none.
+        self.sent_step = -1
         self._wanted = threading.Semaphore(0)
         self._reader: threading.Thread | None = None
 
@@ -193,7 +122,6 @@ class StepPipeline:
 
     def submit(
         self,
-        step_id: int,
         value: Any,
         future: StepFuture | None = None,
         kind: StepKind = StepKind.STEP,
@@ -204,48 +132,57 @@ class StepPipeline:
         Raises:
             StepLost: the epoch is condemned, or this is how it is found out.
         """
-        header = trace.header if trace is not None else b""
-        request = protocol.encode_request(self.epoch, step_id, kind, value, header)
-        step = InflightStep(step_id, future, kind, trace, len(request))
+        context = trace.header if trace is not None else b""
+        body = protocol.request_body(value, context)
+        step = InflightStep(future, kind, trace, len(body))
         while True:
             # Room is made before the lock is taken: what is read ends futures, and their callbacks may submit.
             while len(self._inflight) >= self._limit and not self._condemned:
                 self._read(full=True)
             with self._submit_lock:
                 if self._condemned:
-                    raise StepLost(self.epoch, step_id, self.incident)
+                    raise StepLost(self.epoch, -1, self.incident)
                 if len(self._inflight) >= self._limit:
                     continue  # another thread was quicker
-                self._send(step, request)
+                self._send(step, len(context), body)
                 return step
 
-    def _send(self, step: InflightStep, request: bytes) -> None:
+    def _send(self, step: InflightStep, context_length: int, body: bytes) -> None:
         """Send a step for which there is room; the lock for it is held."""
-        if self._graph.crosses_nodes and self._inflight and sum(s.size for s in self._inflight) + step.size > _LARGE:
+        if self._graph.crosses_nodes and self._inflight and self._may_wait(step.size):
             # It may have to wait for a rank that cannot go on until its own large reply is read.
             self.read_in_background()
+        # Known before a rank can see it: whoever judges what an exception has spoilt asks what came behind it.
+        step.step_id = self.sent_step = next(self._step_ids)
         try:
-            step.references = self._graph.submit(request)
+            step.references = self._graph.submit(
+                protocol.encode_request(self.epoch, step.step_id, step.kind, context_length, body)
+            )
         except Exception as error:
             self._judge.graph_broken(self.epoch, brief(error))
             raise StepLost(self.epoch, step.step_id, self.incident) from error
+        if step.trace is not None:
+            step.trace.sent(self.epoch, step.step_id)
         self._inflight.append(step)
         if step.future is not None:
             # Not before: whoever asks it reads until its step has ended, and one that was refused never would.
             step.future.attach(self, step)
-        if step.trace is not None:
-            step.trace.sent(self.epoch)
+        if self.condemned:  # meanwhile; whoever ends what is in flight may have been here already
+            self.read_in_background()
+
+    def _may_wait(self, size: int) -> bool:
+        return sum(step.size for step in self._inflight.copy()) + size > _LARGE
 
     # -- the other end ----------------------------------------------------------------------------------------------
 
-    def run(self, step_id: int, value: Any, kind: StepKind = StepKind.STEP, trace: StepTrace | None = None) -> Any:
+    def run(self, value: Any, kind: StepKind = StepKind.STEP, trace: StepTrace | None = None) -> Any:
         """Submit a step and wait for its output.
 
         Raises:
             StepLost: the epoch died.
             Exception: what the worker raised.
         """
-        step = self.submit(step_id, value, kind=kind, trace=trace)
+        step = self.submit(value, kind=kind, trace=trace)
         self.read_until(step)
         if step.error is not None:
             raise step.error
@@ -266,15 +203,17 @@ class StepPipeline:
                 return
             ended = self._read_next()
         if ended is not None:
-            _tell(ended)
+            tell(ended)
         if self._condemned:
             self._lose_all()
 
     def _read_next(self) -> InflightStep | None:
         """Read the oldest step, and end it; the read lock is held. Returns None when there was none."""
-        if not self._calm.is_set():
-            # A worker raised in something earlier, and nobody knows yet whether its peers kept step.
-            self._calm.wait(self._verdict_timeout_s)
+        # Not set: a worker raised in something earlier, and nobody knows yet whether its peers kept step.
+        if not self._calm.is_set() and not self._calm.wait(self._verdict_timeout_s):
+            self._judge.graph_broken(
+                self.epoch, "a worker raised, and it was not found out whether its peers kept step"
+            )
         if self._condemned or not self._inflight:
             return self._lose_next()
         step = self._inflight[0]
@@ -344,18 +283,18 @@ class StepPipeline:
             with self._read_lock:
                 lost = self._lose_next()
             if lost is not None:
-                _tell(lost)
+                tell(lost)
 
     def read_in_background(self) -> None:
         """Have the reader thread read the next step."""
         with self._reader_lock:
-            if self._reader is None:
+            if self._reader is None or not self._reader.is_alive():
                 self._reader = threading.Thread(target=self._read_loop, name="resilient-executor-read", daemon=True)
                 self._reader.start()
         self._wanted.release()
 
     def _read_loop(self) -> None:
-        while not self._condemned:
+        while self._inflight or not self._condemned:
             self._wanted.acquire(timeout=1.0)
             while self._inflight:
                 self._read()
@@ -375,21 +314,8 @@ class StepPipeline:
         Returns:
             whether that could be done within ``timeout_s``; otherwise the reader does it when it comes out.
         """
-        deadline = time.monotonic() + timeout_s
-        if not self._read_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return False
-        self._read_lock.release()
-        self._lose_all()
-        return True
-
-
-def _tell(step: InflightStep) -> None:
-    """Tell a step's future and its trace that it has ended."""
-    future = step.future
-    if future is not None:
-        if step.error is not None:
-            future.set_exception(step.error)
-        else:
-            future.set_result(step.output)
-    if step.trace is not None:
-        step.trace.ended(step.error)
+        # In a thread of its own: futures are told in it, and their callbacks may wait for what the caller does next.
+        thread = threading.Thread(target=self._lose_all, name="resilient-executor-lose", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        return not thread.is_alive()

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from resilient_executor.errors import StepLost
-from resilient_executor.pipeline import StepFuture
+from resilient_executor.inflight import StepFuture
 
 
 class Plan(NamedTuple):

@@ -64,17 +64,27 @@ def dumps(value: Any) -> bytes:
     return data if b"__main__" not in data else bytes(cloudpickle.dumps(value))
 
 
-def encode_request(epoch: int, step_id: int, kind: StepKind, value: Any, trace_context: bytes = b"") -> bytes:
+def request_body(value: Any, trace_context: bytes = b"") -> bytes:
+    """What can be made of a step request before its place among the others is known.
+
+    Args:
+        value: the engine's input, a pair (scheduler output, grammar output).
+        trace_context: W3C ``traceparent`` in ASCII, or empty; at most 65,535 bytes.
+    """
+    return trace_context + dumps(value)
+
+
+def encode_request(epoch: int, step_id: int, kind: StepKind, context_length: int, body: bytes) -> bytes:
     """Build a step request.
 
     Args:
         epoch: the generation of workers that it is meant for.
-        step_id: counted over the executor's life; never used twice.
+        step_id: counted over the executor's life in the order of sending; never used twice.
         kind: what the workers do with it.
-        value: the engine's input, a pair (scheduler output, grammar output).
-        trace_context: W3C ``traceparent`` in ASCII, or empty; at most 65,535 bytes.
+        context_length: of the trace context that the body begins with.
+        body: see :func:`request_body`.
     """
-    return _REQUEST.pack(epoch, step_id, kind, len(trace_context)) + trace_context + dumps(value)
+    return _REQUEST.pack(epoch, step_id, kind, context_length) + body
 
 
 def decode_request(data: bytes) -> StepRequest:

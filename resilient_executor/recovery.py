@@ -354,11 +354,10 @@ class Recovery:
         with self._phase("compile", incident):
             bell = group.prepare_graph(self._driver_node_id, deadline)
             new.graph = StepGraph(group.handles, self._config, bell)
-            new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge, new.calm)
+            new.pipeline = StepPipeline(new.graph, new.epoch, self._config, judge, self._step_ids, new.calm)
         with self._phase("warm_up", incident):
-            step_id = next(self._step_ids)
-            trace = self._telemetry.begin_warm_up(step_id) if self._telemetry is not None else None
-            new.pipeline.run(step_id, None, kind=StepKind.WARM_UP, trace=trace)
+            trace = self._telemetry.begin_warm_up() if self._telemetry is not None else None
+            new.pipeline.run(None, kind=StepKind.WARM_UP, trace=trace)
             group.set_phase(Phase.SERVING, deadline)
 
 

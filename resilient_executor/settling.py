@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from resilient_executor.protocol import Progress
+from resilient_executor.protocol import Progress, WorkerException
 from resilient_executor.ranks import grid
 
 #: For a result that is here already, in seconds.
@@ -99,7 +99,7 @@ class CallSettling:
 
     def outcomes(self, progress: Mapping[int, Progress]) -> list[Outcome]:
         """See :class:`Settling`. Ray knows who has answered."""
-        done, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        done, _ = ray.wait(self._references, num_returns=len(self._references), timeout=0, fetch_local=False)
         return [_outcome(one) if one in done else Outcome.AHEAD for one in self._references]
 
     def groups(self) -> Sequence[Sequence[int]]:
@@ -110,8 +110,12 @@ class CallSettling:
 def _outcome(reference: Any) -> Outcome:
     try:
         ray.get(reference, timeout=_AT_HAND_S)
-    except RayError:
-        return Outcome.RAISED
+    except GetTimeoutError:  # a large result on another node; an error is small, and here
+        return Outcome.FINISHED
+    except RayTaskError as error:
+        return Outcome.RAISED if isinstance(error.cause, WorkerException) else Outcome.AHEAD
+    except RayError:  # a death, which is somebody else's matter
+        return Outcome.AHEAD
     return Outcome.FINISHED
 
 
@@ -123,7 +127,7 @@ def spoilt(settling: Settling, outcomes: Sequence[Outcome]) -> str:
         if finished and others:
             how = "raised in" if any(outcomes[rank] is Outcome.RAISED for rank in others) else "never came to"
             return (
-                f"ranks {others} {how} {settling}, and their peers {finished} did not; more was in flight behind it, "
-                "so their collectives may have met the wrong one"
+                f"ranks {others} {how} {settling}, and their peers {finished} did not: collectives of what was sent "
+                "behind it may meet the wrong ones"
             )
     return ""

@@ -10,6 +10,7 @@ thread builds the spans and sends them to a backend on this machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from resilient_executor import ExecutorConfig, ResilientExecutor, WorkerSpec, protocol
+from resilient_executor.inflight import InflightStep, StepFuture
 from resilient_executor.measurements import StepFacts
-from resilient_executor.pipeline import InflightStep, StepFuture, StepPipeline
+from resilient_executor.pipeline import StepPipeline
 from resilient_executor.protocol import RankAssignment, StepKind
 from resilient_executor.reference.bench_steps import EchoWorker
 from resilient_executor.telemetry.recorder import Telemetry
@@ -124,14 +126,13 @@ class _BarePipeline(StepPipeline):
 
     def submit(
         self,
-        step_id: int,
         value: Any,
         future: StepFuture | None = None,
         kind: StepKind = StepKind.STEP,
         trace: StepTrace | None = None,
     ) -> InflightStep:
-        request = protocol.encode_request(self.epoch, step_id, kind, value)
-        step = InflightStep(step_id, future, kind, None, len(request))
+        body = protocol.request_body(value)
+        step = InflightStep(future, kind, None, len(body))
         while True:
             while len(self._inflight) >= self._limit and not self._condemned:
                 raise AssertionError
@@ -140,19 +141,24 @@ class _BarePipeline(StepPipeline):
                     raise AssertionError
                 if len(self._inflight) >= self._limit:
                     raise AssertionError
-                self._send(step, request)
+                self._send(step, 0, body)
                 return step
 
-    def _send(self, step: InflightStep, request: bytes) -> None:
+    def _send(self, step: InflightStep, context_length: int, body: bytes) -> None:
         if self._graph.crosses_nodes and self._inflight:
             raise AssertionError
         try:
-            step.references = self._graph.submit(request)
+            step.step_id = self.sent_step = next(self._step_ids)
+            step.references = self._graph.submit(
+                protocol.encode_request(self.epoch, step.step_id, step.kind, context_length, body)
+            )
         except Exception:  # the real one has a handler here, too, whose cost belongs to both sides
             raise
         self._inflight.append(step)
         if step.future is not None:
             step.future.attach(self, step)
+        if self.condemned:
+            raise AssertionError
 
     def _read_next(self) -> InflightStep | None:
         if not self._calm.is_set():
@@ -187,7 +193,8 @@ def _path(actor: WorkerActor, pipeline_class: type[StepPipeline], telemetry: Tel
     graph = _Graph(actor)
     calm = threading.Event()
     calm.set()
-    pipeline = pipeline_class(graph, 1, config, None, calm)  # type: ignore[arg-type]  # without Ray, and without a judge
+    # Without Ray, and without a judge.
+    pipeline = pipeline_class(graph, 1, config, None, itertools.count(), calm)  # type: ignore[arg-type]
     value = ({"requests": list(range(8))}, None)
 
     class Front:
@@ -203,13 +210,13 @@ def _path(actor: WorkerActor, pipeline_class: type[StepPipeline], telemetry: Tel
         if front._telemetry is not None:
             front._called_ns = time.time_ns()
         traces = front._telemetry
-        trace = traces.begin_step(number, value, front._called_ns) if traces is not None else None
-        pipeline.run(number, value, trace=trace)
+        trace = traces.begin_step(value, front._called_ns) if traces is not None else None
+        pipeline.run(value, trace=trace)
         return time.perf_counter_ns() - began - graph.worker_ns, graph.worker_ns
 
     def plain(number: int) -> tuple[int, int]:
         began = time.perf_counter_ns()
-        pipeline.run(number, value)
+        pipeline.run(value)
         return time.perf_counter_ns() - began - graph.worker_ns, graph.worker_ns
 
     return plain if bare else traced

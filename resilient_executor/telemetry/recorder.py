@@ -77,16 +77,16 @@ class Telemetry:
 
     # -- on the path of steps and calls -----------------------------------------------------------------------------
 
-    def begin_step(self, step_id: int, value: Any, called_ns: int) -> StepTrace:
+    def begin_step(self, value: Any, called_ns: int) -> StepTrace:
         """A step that the engine has asked for at ``called_ns``."""
         ids, parent = self._new(names.STEP_SPAN)
-        trace = StepTrace(step_id, called_ns, value, ids, parent)
+        trace = StepTrace(called_ns, value, ids, parent)
         trace.sink = self._step_ended
         return trace
 
-    def begin_warm_up(self, step_id: int) -> StepTrace:
+    def begin_warm_up(self) -> StepTrace:
         """A step of the phase that is going on; it pays for what the first traced step would pay for. No span."""
-        return StepTrace(step_id, time.time_ns(), None, root_ids(True), None)
+        return StepTrace(time.time_ns(), None, root_ids(True), None)
 
     def begin_call(self, name: str, policy: str, *, in_phase: bool = False) -> CallTrace:
         """A collective RPC; in a rebuild's replay it belongs to the phase, and else to the caller's span."""

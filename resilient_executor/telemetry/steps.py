@@ -27,6 +27,7 @@ class StepTrace:
     """What is noted of one step on its way. Everything costly waits until it has ended.
 
     Attributes:
+        step_id: -1 until it is sent.
         ids, parent: of its span.
         header: the ``traceparent`` that travels in the envelope.
         called_ns: the engine's call; sent_ns: the graph has taken it, 0 before; ended_ns: its result was there.
@@ -39,8 +40,8 @@ class StepTrace:
         "value",
     )  # fmt: skip
 
-    def __init__(self, step_id: int, called_ns: int, value: Any, ids: Ids, parent: SpanContext | None) -> None:
-        self.step_id = step_id
+    def __init__(self, called_ns: int, value: Any, ids: Ids, parent: SpanContext | None) -> None:
+        self.step_id = -1
         self.value = value
         self.ids = ids
         self.parent = parent
@@ -51,10 +52,10 @@ class StepTrace:
         self.error: BaseException | None = None
         self.sink: Callable[[StepTrace], None] | None = None
 
-    def sent(self, epoch: int) -> None:
-        """The graph of ``epoch`` has taken it."""
+    def sent(self, epoch: int, step_id: int) -> None:
+        """The graph of ``epoch`` has taken it, under this number."""
         self.sent_ns = time.time_ns()
-        self.epoch = epoch
+        self.epoch, self.step_id = epoch, step_id
 
     def answered(self, replies: list[bytes]) -> None:
         """Its replies are there."""
@@ -107,11 +108,12 @@ def draft_step(
         identities: rank -> attributes that say which process it is.
     """
     outcome = trace.outcome
-    attributes: dict[str, Value] = {names.EXECUTOR: executor, names.STEP: trace.step_id, names.OUTCOME: outcome}
+    attributes: dict[str, Value] = {names.EXECUTOR: executor, names.OUTCOME: outcome}
     step = Draft(names.STEP_SPAN, trace.ids, trace.parent, trace.called_ns, trace.ended_ns, attributes=attributes)
     if trace.epoch:
         attributes[names.EPOCH] = trace.epoch
     if trace.sent_ns:
+        attributes[names.STEP] = trace.step_id
         attributes[names.QUEUED] = (trace.sent_ns - trace.called_ns) * _S
     if facts is not None:
         attributes[names.TOKENS], attributes[names.REQUESTS] = facts.tokens, facts.requests

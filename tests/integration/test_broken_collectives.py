@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -13,7 +14,16 @@ import collective_worker
 import pytest
 from collective_worker import CollectiveWorker
 
-from resilient_executor import CauseKind, ExecutorConfig, ResilientExecutor, RpcLost, StepLost, WorkerSpec
+from resilient_executor import (
+    CauseKind,
+    ExecutorConfig,
+    ResilientExecutor,
+    RpcLost,
+    RpcPolicy,
+    RpcTimeout,
+    StepLost,
+    WorkerSpec,
+)
 
 cloudpickle.register_pickle_by_value(collective_worker)
 SUM = 1 + 2
@@ -198,3 +208,55 @@ def test_a_call_that_every_rank_raises_in_spoils_nothing(executor: ResilientExec
             failing.result(timeout=10)
         assert following.result(timeout=10) == [3000, 3000]
     assert executor.epoch == epoch
+
+
+def test_a_call_behind_one_that_was_given_up_is_not_believed_either(executor: ResilientExecutor) -> None:
+    """Its caller does not hear any more that a rank raises in it; those behind it suffer from it all the same."""
+    assert step_after_loss(executor) == SUM
+    epoch = executor.epoch
+    failing = executor.collective_rpc("add_up", timeout=0.3, args=(1, [1], 1.0), non_block=True)
+    following = [executor.collective_rpc("add_up", args=(1000,), non_block=True) for _ in range(2)]
+    with pytest.raises(RpcTimeout):
+        failing.result(timeout=10)
+    for spoilt in following:
+        with pytest.raises(RpcLost) as lost:
+            spoilt.result(timeout=30)
+        assert lost.value.epoch == epoch
+
+
+def test_calls_that_are_repeated_keep_their_order(executor: ResilientExecutor) -> None:
+    """Both in the rebuilt workers and in the journal, which the next rebuild replays."""
+    assert step_after_loss(executor) == SUM
+    epoch = executor.epoch
+    slow = executor.collective_rpc("add_up", args=(1, [1], 0.5), non_block=True)
+    futures = [
+        executor.collective_rpc("note", args=(number,), non_block=True, policy=RpcPolicy.JOURNAL)
+        for number in range(12)
+    ]
+    os.kill(executor.workers[1].process.pid, signal.SIGKILL)
+    with pytest.raises((RpcLost, ValueError)):
+        slow.result(timeout=30)
+    assert futures[-1].result(timeout=60) == [list(range(12))] * 2
+    assert executor.epoch == epoch + 1
+    assert step_after_loss(executor) == SUM
+    os.kill(executor.workers[0].process.pid, signal.SIGKILL)
+    assert executor.collective_rpc("note", args=(12,), policy=RpcPolicy.READ) == [list(range(13))] * 2
+
+
+def test_the_first_step_of_a_graph_is_judged_like_any_other() -> None:
+    """It is begun before the graph's warm-up, and comes after it."""
+    config = ExecutorConfig(
+        worker=WorkerSpec(CollectiveWorker),
+        tensor_parallel_size=2,
+        address="local",
+        eager_graph=False,
+        settle_timeout_s=1.0,
+    )
+    with ResilientExecutor(config) as late:
+        late.collective_rpc("begin_late", args=(1, 0.3))
+        failing = step(late, non_block=True, raise_before=[0, 1])
+        following = step(late, non_block=True, value=5)
+        with pytest.raises(ValueError, match="raised before"):
+            failing.result()
+        assert following.result() == 5 * SUM
+        assert late.epoch == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -267,3 +269,25 @@ def test_a_step_that_a_dying_graph_takes_no_more_is_lost_at_once(executor: Resil
     assert isinstance(future.exception(timeout=0), StepLost)
     assert executor.execute_model("next")["scheduler"] == "next"
     assert executor.epoch == 2
+
+
+def test_callbacks_may_submit_when_their_steps_are_lost(executor: ResilientExecutor) -> None:
+    """They wait for the rebuild then, so whoever rebuilds must not be the one who runs them."""
+    epoch, finished = executor.epoch, threading.Event()
+    ended: list[Any] = []
+
+    def go_on(done: Future[Any]) -> None:
+        lost = isinstance(done.exception(), StepLost)
+        ended.append(lost)
+        if lost:
+            submit(executor, "again").add_done_callback(go_on)
+        elif len(ended) >= 6:
+            finished.set()
+
+    futures = [submit(executor, slow(number, 0.5)) for number in range(3)]
+    for future in futures:
+        future.add_done_callback(go_on)
+    os.kill(executor.workers[1].process.pid, signal.SIGKILL)
+    assert finished.wait(60)
+    assert executor.epoch == epoch + 1
+    assert ended.count(False) == 3

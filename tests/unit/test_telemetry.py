@@ -52,8 +52,8 @@ class Bench:
 
 def run_step(telemetry: Telemetry, number: int, error: Exception | None = None) -> None:
     """What executor, pipeline and workers do with a step's trace."""
-    step = telemetry.begin_step(number, (number, None), time.time_ns())
-    step.sent(1)
+    step = telemetry.begin_step((number, None), time.time_ns())
+    step.sent(1, number)
     if error is None:
         now = time.time_ns()
         trails = [b"".join(measurements.encode_timing(r, 0, now, now) for r in (c, c + 2)) for c in (0, 1)]
@@ -107,8 +107,8 @@ class TestSampling:
 
 class TestSteps:
     def test_the_header_in_the_envelope_is_the_span_that_is_built(self, bench: Bench) -> None:
-        step = bench.telemetry.begin_step(0, (0, None), time.time_ns())
-        step.sent(1)
+        step = bench.telemetry.begin_step((0, None), time.time_ns())
+        step.sent(1, 0)
         step.ended(None)
         [span, *_] = bench.spans()
         assert span.context is not None
