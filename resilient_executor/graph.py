@@ -19,7 +19,7 @@ import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import RayTaskError
 
-from resilient_executor import doorbell, ray_guard, wire_channel
+from resilient_executor import ray_guard, readers, wire_channel
 from resilient_executor.config import ExecutorConfig, Transport
 from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import ConfigError, StateError
@@ -81,9 +81,9 @@ class StepGraph:
                 for channel in self._dag.dag_output_channels:
                     channel.ensure_registered_as_reader()
                 if bell is not None:
-                    self._bell = doorbell.listen_in_driver(bell, self._dag._dag_output_fetcher)
-                #: Whether requests go to other nodes, where a large one takes its place only when another is read.
-                self.crosses_nodes = bool(wires)
+                    self._bell = readers.listen_in_driver(bell, self._dag._dag_output_fetcher)
+                #: Whether requests go by wires, which hold so much and no more on their way.
+                self.by_wire = bool(wires)
         except BaseException as error:
             # The error's frames hold the half-built graph, and that holds an actor of Ray's.
             traceback.clear_frames(error.__traceback__)

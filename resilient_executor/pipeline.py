@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from resilient_executor.supervisor.incidents import Incident
     from resilient_executor.telemetry.steps import StepTrace
 
-#: A connection between nodes holds at least so many bytes on their way.
-_LARGE: Final = 65_536
+#: A wire holds at least so many bytes on their way, and so many messages.
+_HELD_BYTES: Final = 65_536
+_HELD_MESSAGES: Final = 8
 #: How long somebody who cannot go on without a verdict waits for it, beyond the time that the judge was given: that may
 #: have to wait for a supervisor that gets no processor.
 VERDICT_GRACE_S: Final = 100.0
@@ -149,7 +150,7 @@ class StepPipeline:
 
     def _send(self, step: InflightStep, context_length: int, body: bytes) -> None:
         """Send a step for which there is room; the lock for it is held."""
-        if self._graph.crosses_nodes and self._inflight and self._may_wait(step.size):
+        if self._inflight and self._graph.by_wire and self._may_wait(step.size):
             # It may have to wait for a rank that cannot go on until its own large reply is read.
             self.read_in_background()
         # Known before a rank can see it: whoever judges what an exception has spoilt asks what came behind it.
@@ -171,7 +172,8 @@ class StepPipeline:
             self.read_in_background()
 
     def _may_wait(self, size: int) -> bool:
-        return sum(step.size for step in self._inflight.copy()) + size > _LARGE
+        inflight = self._inflight.copy()
+        return len(inflight) >= _HELD_MESSAGES or sum(step.size for step in inflight) + size > _HELD_BYTES
 
     # -- the other end ----------------------------------------------------------------------------------------------
 

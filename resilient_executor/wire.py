@@ -1,4 +1,6 @@
-"""Messages from one process to a few on other nodes: TCP connections that the readers make.
+"""Messages from one process to a few others, over connections that the readers make.
+
+This file has what is common, and what goes between nodes: TCP. Within a node see ``local_wire.py``.
 
 The writer listens from the moment a channel is made, so whoever has its address can connect at once. A reader says the
 channel's token first; who does not know it gets nothing. When as many have come as there are readers, nobody else is
@@ -18,16 +20,20 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 #: Length of the message and its kind.
 _HEADER: Final = struct.Struct("!QB")
-_TOKEN_BYTES: Final = 16
+TOKEN_BYTES: Final = 16
 #: For somebody who has connected to say the token, in seconds.
 _HELLO_S: Final = 2.0
 #: The longest piece of a wait for somebody to connect, in seconds.
 _SLICE_S: Final = 1.0
+
+
+#: Host and port; within a node, a name.
+Address = tuple[str, int] | bytes
 
 
 def limit(timeout_s: float | None) -> float:
@@ -73,22 +79,25 @@ class _End:
         for one in self._sockets():
             one.close()
 
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        with self._in_use:
-            try:
-                self._still_open()
-                yield
-            finally:
-                if self._closed.is_set():
-                    self._close_sockets()
+    def __enter__(self) -> None:
+        self._in_use.acquire()
+        if self._closed.is_set():
+            self.__exit__()
+            raise ConnectionError("closed")
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._closed.is_set():
+                self._close_sockets()
+        finally:
+            self._in_use.release()
 
 
 class Outlet(_End):
     """The writer's end.
 
     Attributes:
-        address: host and port where readers connect.
+        address: where readers connect.
         token: what they have to say.
     """
 
@@ -103,14 +112,17 @@ class Outlet(_End):
             OSError: that address cannot be listened at.
         """
         super().__init__()
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=readers + 16)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._listener, self.address = self._listen(host, readers + 16)
         self._readers = readers
         self._connections: list[socket.socket] = []
         #: Who has connected, and has not said the token yet.
         self._stranger: socket.socket | None = None
+
+    def _listen(self, host: str, backlog: int) -> tuple[socket.socket, Address]:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=backlog)
+        return listener, listener.getsockname()[:2]
 
     def _sockets(self) -> list[socket.socket]:
         stranger = self._stranger
@@ -126,17 +138,20 @@ class Outlet(_End):
         Whatever is raised, the outlet is closed then: half a message may be out.
         """
         deadline = limit(timeout_s)
-        with self._using():
+        with self:
             try:
                 while len(self._connections) < self._readers:
                     self._let_in(deadline)
-                for connection in self._connections:
-                    _send(connection, [_HEADER.pack(len(payload), kind), payload], deadline)
+                self._send(kind, payload, deadline)
             except BaseException as error:
                 self._closed.set()
                 if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
                     raise ConnectionError(str(error)) from error
                 raise
+
+    def _send(self, kind: int, payload: bytes, deadline: float) -> None:
+        for connection in self._connections:
+            _send_all(connection, [_HEADER.pack(len(payload), kind), payload], deadline)
 
     def _let_in(self, deadline: float) -> None:
         if (left_s := deadline - time.monotonic()) <= 0:
@@ -145,44 +160,55 @@ class Outlet(_End):
         try:
             stranger, _ = self._listener.accept()
         except TimeoutError:
+            self._still_open()
             return
         self._stranger, said = stranger, b""  # known to `close` before it is waited for
         self._still_open()
         with contextlib.suppress(OSError):
-            said = _receive_exactly(stranger, _TOKEN_BYTES, min(deadline, time.monotonic() + _HELLO_S))
+            said = _receive_exactly(stranger, TOKEN_BYTES, min(deadline, time.monotonic() + _HELLO_S))
         self._still_open()
         self._stranger = None
         if not hmac.compare_digest(said, self.token):
             stranger.close()
             return
-        _tune(stranger)
+        self._tune(stranger)
         self._connections.append(stranger)
         self._still_open()
         if len(self._connections) == self._readers:
             self._listener.close()
 
+    def _tune(self, connection: socket.socket) -> None:
+        _tune(connection)
+
 
 class Inlet(_End):
     """A reader's end. One thread reads at a time."""
 
-    def __init__(self, address: tuple[str, int], token: bytes, timeout_s: float) -> None:
+    def __init__(self, address: Address, token: bytes, timeout_s: float) -> None:
         """Connect.
 
         Raises:
             OSError: the writer cannot be reached in time, or is gone.
         """
         super().__init__()
-        self._socket = socket.create_connection(address, timeout=timeout_s)
+        self._socket = self._connect(address, timeout_s)
         try:
             self._socket.sendall(token)
-            _tune(self._socket)
+            self._socket.setblocking(False)
         except BaseException:
             self._socket.close()
             raise
-        self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._prepare()
+
+    def _prepare(self) -> None:
         self._expect(_HEADER.size, None)
+
+    def _connect(self, address: Address, timeout_s: float) -> socket.socket:
+        connection = socket.create_connection(address, timeout=timeout_s)  # type: ignore[arg-type]  # host and port
+        _tune(connection)
+        return connection
 
     def _sockets(self) -> list[socket.socket]:
         return [self._socket]
@@ -195,7 +221,7 @@ class Inlet(_End):
         """For ``poll``; -1 when it is closed."""
         return self._socket.fileno()
 
-    def receive(self, timeout_s: float | None) -> tuple[int, bytearray]:
+    def receive(self, timeout_s: float | None) -> tuple[int, bytes | bytearray]:
         """The next message and its kind. What has come of one that is not complete in time is kept for the next call.
 
         Raises:
@@ -203,7 +229,7 @@ class Inlet(_End):
             ConnectionError: the writer is gone, or this was closed.
         """
         deadline = limit(timeout_s)
-        with self._using():
+        with self:
             while True:
                 try:
                     count = self._socket.recv_into(memoryview(self._buffer)[self._have :])
@@ -240,7 +266,7 @@ def _tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _send(connection: socket.socket, parts: Sequence[bytes], deadline: float) -> None:
+def _send_all(connection: socket.socket, parts: Sequence[bytes], deadline: float) -> None:
     left = [memoryview(part) for part in parts]
     while left:
         remaining_s = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""Ray's channel between nodes, over a :mod:`~resilient_executor.wire` instead of Ray's daemons.
+"""The channels of a graph between processes, over wires instead of Ray's shared memory and Ray's daemons.
 
 Ray has its node daemons (raylets) carry these messages. The one at the reader's node puts each into the reader's
 buffer, in its main thread, and waits without a bound until the message before has been read. There is one buffer a
@@ -6,7 +6,10 @@ channel, whatever the number of steps in flight; so a reader that is killed in t
 behind that waits for ever: it starts no worker, gives back no bundle, and answers all health checks. A late message for
 a reader that is gone aborts it. And a thread spins at each writer, idle or not. A connection has none of this.
 
-Everything else of the graph is Ray's: its loops, its channels within a node, its order of steps.
+Within a node Ray's channels are buffers in shared memory that are never given back while the driver lives, with two
+named semaphores each that outlive whoever is killed. And whoever waits there spins, or has to be rung.
+
+Everything else of the graph is Ray's: its loops, its order of steps, what goes between accelerators.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from ray import cloudpickle
 from ray.exceptions import RayChannelError, RayChannelTimeoutError
 from ray.experimental.channel import shared_memory_channel
 from ray.experimental.channel.common import ChannelInterface
-from ray.experimental.channel.shared_memory_channel import Channel, CompositeChannel
+from ray.experimental.channel.shared_memory_channel import BufferedSharedMemoryChannel, Channel, CompositeChannel
 from ray.experimental.channel.torch_tensor_accelerator_channel import TorchTensorAcceleratorChannel
 
-from resilient_executor.wire import Inlet, Outlet
+from resilient_executor.local_wire import LocalInlet, LocalOutlet
+from resilient_executor.wire import Address, Inlet, Outlet
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +63,14 @@ class Pickled:
 
 
 def writes() -> bool:
-    """Whether somebody on another node reads what this process writes; for a worker, that is who reads all of it."""
+    """Whether somebody reads by a wire what this process writes; for a worker, that is who reads all of it."""
     return bool(_outlets)
 
 
 class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
-    """Made by its writer, pickled to its readers, who are on other nodes. One message at a time, in order."""
+    """Made by its writer, pickled to its readers. One message at a time, in order."""
 
-    def __init__(self, address: tuple[str, int], token: bytes) -> None:
+    def __init__(self, address: Address, token: bytes) -> None:
         self._address, self._token = address, token
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,9 +83,15 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         """Nothing to do: who reads connects. Ray calls this in processes that do not read this one, too."""
 
     def fileno(self) -> int:
-        """For ``poll``; -1 where nothing can be read."""
-        inlet = _inlets.get(self._token)
-        return -1 if inlet is None else inlet.fileno()
+        """For ``poll``, connected.
+
+        Raises:
+            RayChannelError: the writer cannot be reached, or the channel is closed.
+        """
+        descriptor = (_inlets.get(self._token) or self._connect()).fileno()
+        if descriptor < 0:
+            raise RayChannelError("Channel closed.")
+        return descriptor
 
     def write(self, value: Any, timeout: float | None = None) -> None:
         """Send a value; see :meth:`Outlet.send`.
@@ -100,7 +110,7 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         try:
             outlet.send(kind, payload, timeout)
         except TimeoutError as error:
-            raise RayChannelTimeoutError(f"cannot write to another node: {error}") from error
+            raise RayChannelTimeoutError(f"cannot write to a reader: {error}") from error
         except ConnectionError as error:
             raise RayChannelError(f"Channel closed: {error}") from error
 
@@ -115,7 +125,7 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         try:
             kind, payload = inlet.receive(timeout)
         except TimeoutError as error:
-            raise RayChannelTimeoutError("no message from another node") from error
+            raise RayChannelTimeoutError("no message") from error
         except OSError as error:
             raise RayChannelError(f"Channel closed: {error}") from error
         return bytes(payload) if kind == _RAW else cloudpickle.loads(payload)
@@ -124,7 +134,8 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         if self._token in _ended:
             raise RayChannelError("Channel closed.")
         try:
-            inlet = _inlets[self._token] = Inlet(self._address, self._token, _CONNECT_S)
+            kind = LocalInlet if isinstance(self._address, bytes) else Inlet
+            inlet = _inlets[self._token] = kind(self._address, self._token, _CONNECT_S)
         except OSError as error:
             raise RayChannelError(f"Channel closed: no connection to its writer: {error}") from error
         if self._token in _ended:  # meanwhile, by another thread, which has not seen it
@@ -165,7 +176,17 @@ def _channel(writer: Any, reader_and_node_list: Sequence[tuple[Any, str]], *args
     ours = _Scope.process or _scope.made is not None
     if not ours or args or kwargs or any(node_id == here for _, node_id in reader_and_node_list):
         return Channel(writer, reader_and_node_list, *args, **kwargs)
-    outlet = Outlet(ray.util.get_node_ip_address(), len(reader_and_node_list))
+    return _made(Outlet(ray.util.get_node_ip_address(), len(reader_and_node_list)))
+
+
+def _buffered(writer: Any, reader_and_node_list: Sequence[tuple[Any, str]], *args: Any, **kwargs: Any) -> Any:
+    """Stands where Ray's code makes a :class:`BufferedSharedMemoryChannel`: all readers are on this node."""
+    if not _Scope.process and _scope.made is None:
+        return BufferedSharedMemoryChannel(writer, reader_and_node_list, *args, **kwargs)
+    return _made(LocalOutlet(len(reader_and_node_list)))
+
+
+def _made(outlet: Outlet) -> WireChannel:
     _outlets[outlet.token] = outlet
     if _scope.made is not None:
         _scope.made.append(outlet.token)
@@ -206,12 +227,14 @@ def _adapt_accelerators() -> None:
     TorchTensorAcceleratorChannel._recv_cpu_and_gpu_data = patient_receive
 
 
-def _install() -> bool:
-    """Put :func:`_channel` in its place. Returns whether it is there; otherwise Ray's raylets carry the messages."""
+def install() -> bool:
+    """Put wires where Ray makes its channels. Returns whether they are there; otherwise Ray carries the messages."""
     if shared_memory_channel.Channel is _channel:
         return True
     try:
-        known = "Channel(self._writer, readers_different_node)" in inspect.getsource(CompositeChannel.__init__)
+        made = inspect.getsource(CompositeChannel.__init__)
+        known = "= Channel(self._writer, readers_different_node)" in made
+        known = known and "= BufferedSharedMemoryChannel(\n                self._writer, readers_same_node" in made
         accelerator = inspect.getsource(TorchTensorAcceleratorChannel)
         known = known and "self._worker.get_serialization_context().serialize(value)" in accelerator
         known = known and "def _recv_cpu_and_gpu_data" in accelerator and "self._cpu_data_channel" in accelerator
@@ -220,21 +243,22 @@ def _install() -> bool:
     if not known or os.environ.get("RAY_USE_TLS", "0") == "1":
         why = "is told to encrypt (RAY_USE_TLS)" if known else f"{ray.__version__} makes its channels in another way"
         logger.warning(
-            "Ray %s: its raylets carry the messages between nodes, and the death of a worker may cost its node", why
+            "Ray %s: its own channels carry the messages; between nodes, a worker's death may cost its node", why
         )
         return False
     # Ray pickles its own channels by this name.
     _channel.__dict__["_deserialize_reader_channel"] = Channel._deserialize_reader_channel
     shared_memory_channel.Channel = _channel
+    shared_memory_channel.BufferedSharedMemoryChannel = _buffered
     _adapt_accelerators()
     return True
 
 
 def serve_worker() -> None:
     """From now on all channels of this process are for graphs of ours; what an earlier graph has left is closed."""
-    _Scope.process = _install()
+    _Scope.process = install()
     for token in [*_outlets, *_inlets]:
-        WireChannel(("", 0), token).close()
+        WireChannel(b"", token).close()
     _ended.clear()
 
 
@@ -245,7 +269,7 @@ def wired() -> Iterator[list[bytes]]:
     Yields the tokens of those that are made.
     """
     made: list[bytes] = []
-    if not _install():
+    if not install():
         yield made
         return
     _scope.made = made
@@ -255,7 +279,7 @@ def wired() -> Iterator[list[bytes]]:
         yield made
     except BaseException:
         for token in made:
-            WireChannel(("", 0), token).close()
+            WireChannel(b"", token).close()
         raise
     finally:
         _scope.made = None

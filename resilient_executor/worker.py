@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.dag import DAGContext
 
-from resilient_executor import doorbell, environment, measurements, processes, protocol, ray_guard, stacks
+from resilient_executor import environment, measurements, processes, protocol, ray_guard, readers, stacks
 from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import StateError
 from resilient_executor.heart import Beat, Heart
@@ -229,7 +229,7 @@ class WorkerActor:
             bell: where it listens while it has nothing to read; None lets it spin.
         """
         self._enter(Phase.COMPILING)
-        self._bell = doorbell.listen_in_worker(bell) if bell is not None else None
+        self._bell = readers.listen_in_worker(bell) if bell is not None else None
         DAGContext.get_current().buffer_size_bytes = buffer_bytes
         serve_worker()
 

@@ -55,7 +55,7 @@ class Rank:
         # All that they do is refuse a CPU.
         accelerator.ensure_registered_as_writer = accelerator.ensure_registered_as_reader = lambda _: None
         wire_channel.serve_worker()
-        return wire_channel._install(), ray.get_runtime_context().get_node_id()
+        return wire_channel.install(), ray.get_runtime_context().get_node_id()
 
     def wires(self) -> int:
         return len(wire_channel._outlets)

@@ -16,8 +16,8 @@ import ray
 from probe_executor import await_epoch, run_step, serving, within
 
 from resilient_executor import CauseKind, ResilientExecutor
-from resilient_executor.doorbell import install
 from resilient_executor.heart import address_of
+from resilient_executor.readers import install
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -134,7 +134,7 @@ def oversleep(worker: object) -> None:
     from resilient_executor.doorbell import Doorbell
 
     assert Doorbell.of_worker is not None
-    Doorbell.of_worker.sleep = lambda *_: time.sleep(1000.0)  # type: ignore[method-assign]
+    Doorbell.of_worker.sleep = lambda *_: time.sleep(1000.0)  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("deaf", [(0,), (0, 1)], ids=["one", "a whole stage"])

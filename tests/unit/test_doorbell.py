@@ -19,7 +19,8 @@ from ray.exceptions import RayChannelError, RayChannelTimeoutError, RayTaskError
 from ray.experimental.channel.common import ChannelInterface, SynchronousReader
 
 from resilient_executor import ExecutorConfig, WorkerSpec
-from resilient_executor.doorbell import BellPlan, Doorbell, plan, read_channels, usable_cores
+from resilient_executor.doorbell import BellPlan, Doorbell, plan, usable_cores
+from resilient_executor.readers import read_channels
 
 _made: list[Doorbell] = []
 

@@ -93,7 +93,7 @@ def test_a_look_takes_no_time_and_what_has_come_of_a_message_is_kept(outlet: Out
 
 def test_strangers_get_nothing_and_take_nobody_s_place(outlet: Outlet) -> None:
     wrong = Inlet(outlet.address, b"x" * 16, 5.0)
-    hasty = socket.create_connection(outlet.address)
+    hasty = socket.create_connection(outlet.address)  # type: ignore[arg-type]
     hasty.close()
     thread, result = beside(lambda: outlet.send(0, b"for the right one", 10.0))
     right = Inlet(outlet.address, outlet.token, 5.0)
@@ -182,7 +182,7 @@ def test_a_closed_end_has_no_descriptor_and_gives_nothing(outlet: Outlet, inlet:
 
 def test_a_stranger_that_says_little_holds_nobody_up(outlet: Outlet) -> None:
     """Neither beyond the deadline, nor beyond a close."""
-    stranger = socket.create_connection(outlet.address)
+    stranger = socket.create_connection(outlet.address)  # type: ignore[arg-type]
     thread, result = beside(lambda: outlet.send(0, b"", None))
     for number in range(8):
         with contextlib.suppress(OSError):  # it has been shown out
@@ -193,7 +193,7 @@ def test_a_stranger_that_says_little_holds_nobody_up(outlet: Outlet) -> None:
     thread.join(3.0)
     assert isinstance(result[0], ConnectionError)
     other = Outlet(HOST, 1)
-    hurried = socket.create_connection(other.address)
+    hurried = socket.create_connection(other.address)  # type: ignore[arg-type]
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         other.send(0, b"", 0.3)
@@ -224,7 +224,7 @@ def test_nothing_is_sent_after_a_close_that_came_while_the_reader_did(
 def test_a_close_from_within_does_not_wait_for_itself(inlet: Inlet, outlet: Outlet) -> None:
     """A signal handler may shut an executor down in the middle of a read."""
     began = time.monotonic()
-    with inlet._using():
+    with inlet:
         inlet.close()
         assert inlet.fileno() >= 0
     assert time.monotonic() - began < 3.0
