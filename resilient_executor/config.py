@@ -97,13 +97,12 @@ class ExecutorConfig:
         transport: how tensors travel between stages.
         overlap_communication: lets the graph overlap its communication with computation (GPU only).
         max_inflight_steps: steps in the graph at once, at most 100; None derives it from the pipeline's depth.
-        stage_buffer_bytes: first size of one buffer between two stages; a larger message resizes it, once.
-            A node's object store must hold one for each rank and step in flight.
-        step_buffer_bytes: the same for requests and replies. Ray keeps those of dead epochs for as long as the driver
-            lives, so they are small.
-        parking: readers of the graph sleep while there is nothing to read; False lets them spin, as Ray has it.
+        wires: messages of the graph go over connections; False: through Ray's channels (docs/architecture.md, "Wires").
+        stage_buffer_bytes: first size of one of Ray's buffers between two stages; a larger message resizes it, once.
+        step_buffer_bytes: the same for requests and replies. Wires need neither.
+        parking: readers of the graph sleep until there is something to read; False has them read as Ray does.
         busy_wait_ms: how long they spin before they sleep; None means 2 ms on a node with more cores than it has
-            workers and driver, and elsewhere 1 ms after a wait that was shorter than that.
+            workers and driver, and elsewhere not at all.
         eager_graph: build the graph at start-up; False builds it at the first step.
 
         env_prefixes, env_names: which of the driver's environment variables workers get.
@@ -173,6 +172,7 @@ class ExecutorConfig:
     transport: Transport = Transport.AUTO
     overlap_communication: bool = False
     max_inflight_steps: int | None = None
+    wires: bool = True
     stage_buffer_bytes: int = 1 << 20
     step_buffer_bytes: int = 1 << 15
     parking: bool = True

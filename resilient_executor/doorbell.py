@@ -20,7 +20,6 @@ import os
 import secrets
 import select
 import socket
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +88,6 @@ class Doorbell:
             raise
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._poll_lock = threading.Lock()  # a poll object serves one thread at a time
 
     @property
     def spin_s(self) -> float:
@@ -121,25 +119,30 @@ class Doorbell:
             while True:
                 self._socket.recv(1)
 
-    def sleep(self, seconds: float, wires: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Sleep until it rings, or there is something to read at one of these descriptors; ``seconds`` at most.
+    def watch(self, descriptor: int) -> None:
+        """From now on a sleep also ends when there is something to read there."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """The end of :meth:`watch`. Twice is fine."""
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(descriptor)
+
+    def sleep(self, seconds: float) -> list[tuple[int, int]]:
+        """Sleep until it rings, or there is something to read where it watches; ``seconds`` at most.
+
+        For one thread at a time.
 
         Returns:
             what ``poll`` returned: descriptors and their events.
         """
-        with self._poll_lock:
-            try:
-                self.asleep = True
-                for wire in wires:
-                    self._poll.register(wire, select.POLLIN)
-                return self._poll.poll(max(0.0, seconds) * 1e3)
-            except OSError:  # the bell has been closed
-                return []
-            finally:
-                self.asleep = False
-                for wire in wires:
-                    with contextlib.suppress(KeyError):
-                        self._poll.unregister(wire)
+        self.asleep = seconds > 0.0
+        try:
+            return self._poll.poll(max(0.0, seconds) * 1e3)
+        except OSError:  # the bell has been closed
+            return []
+        finally:
+            self.asleep = False
 
     def close(self) -> None:
         """Stop listening. Whoever sleeps is woken first. Twice is fine."""
@@ -174,7 +177,7 @@ def plan(config: ExecutorConfig, nodes: Sequence[str], driver_node_id: str) -> t
     # Addresses are the node's, for whichever executors and epochs there are on it.
     token, size, driver = secrets.token_hex(8), config.tensor_parallel_size, -1
     where = {driver: driver_node_id, **dict(enumerate(nodes))}
-    wired = wire_channel.install()
+    wired = config.wires and wire_channel.install()
     company = Counter(where.values())
 
     def address(rank: int) -> str:

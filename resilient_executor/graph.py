@@ -69,7 +69,7 @@ class StepGraph:
                     values = [value.with_tensor_transport(transport=transport.value) for value in values]
             output = MultiOutputNode(values)
         try:
-            with buffer_size(config.step_buffer_bytes), wire_channel.wired() as wires:
+            with buffer_size(config.step_buffer_bytes), wire_channel.wired(config.wires) as wires:
                 self._dag: CompiledDAG | None = output.experimental_compile(
                     _submit_timeout=config.step_timeout_s,
                     _max_inflight_executions=config.inflight_limit,
@@ -82,8 +82,9 @@ class StepGraph:
                     channel.ensure_registered_as_reader()
                 if bell is not None:
                     self._bell = readers.listen_in_driver(bell, self._dag._dag_output_fetcher)
-                #: Whether requests go by wires, which hold so much and no more on their way.
+                #: Whether requests go by wires, which hold so many on their way, and to other nodes so many bytes.
                 self.by_wire = bool(wires)
+                self.crosses_nodes = wire_channel.cross_nodes(wires)
         except BaseException as error:
             # The error's frames hold the half-built graph, and that holds an actor of Ray's.
             traceback.clear_frames(error.__traceback__)

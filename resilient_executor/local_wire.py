@@ -7,6 +7,7 @@ connection. Nothing of this has a name that could outlive its processes: the soc
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from resilient_executor.wire import Address, Inlet, Outlet, limit
+from resilient_executor.wire import Address, Inlet, Outlet
 
 #: The largest message that is sent as a packet, in bytes: a connection holds several of them on their way.
 _PACKET: Final = 32_768
@@ -26,6 +27,11 @@ _FILED: Final = 255
 _FILE: Final = struct.Struct("=BBQ")
 _KINDS: Final = [bytes([kind]) for kind in range(_FILED)]
 _FDS: Final = struct.Struct("i")
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+#: Bytes on their way that a connection is to hold; the kernel counts more than the messages'.
+_HELD: Final = 1 << 19
+#: Before something is tried again that depends on other processes, in seconds.
+_PAUSE_S: Final = 0.005
 
 
 class LocalOutlet(Outlet):
@@ -49,7 +55,11 @@ class LocalOutlet(Outlet):
             raise
         return listener, listener.getsockname()
 
+    def _trusts(self, stranger: socket.socket) -> bool:
+        return _is_ours(stranger)
+
     def _tune(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HELD)
         connection.setblocking(False)
 
     def _send(self, kind: int, payload: bytes, deadline: float) -> None:
@@ -75,9 +85,19 @@ class LocalInlet(Inlet):
 
     def _connect(self, address: Address, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + timeout_s
         try:
-            connection.settimeout(timeout_s)
-            connection.connect(address)
+            connection.setblocking(False)
+            while True:
+                try:
+                    connection.connect(address)
+                    break
+                except BlockingIOError:  # others stand in line
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("the writer lets nobody in") from None
+                    time.sleep(_PAUSE_S)
+            if not _is_ours(connection):
+                raise ConnectionError("somebody else listens there")
         except BaseException:
             connection.close()
             raise
@@ -88,30 +108,22 @@ class LocalInlet(Inlet):
         self._view = memoryview(self._packet)
         self._ancillary = socket.CMSG_LEN(_FDS.size)
 
-    def receive(self, timeout_s: float | None) -> tuple[int, bytes | bytearray]:
-        """The next message and its kind.
-
-        Raises:
-            TimeoutError: none within ``timeout_s`` seconds; 0 only looks.
-            ConnectionError: the writer is gone, or this was closed.
-        """
-        deadline = 0.0 if timeout_s == 0 else limit(timeout_s)
-        with self:
-            while True:
-                try:
-                    size, rights, _, _ = self._socket.recvmsg_into(
-                        (self._packet,), self._ancillary, socket.MSG_CMSG_CLOEXEC
-                    )
-                except BlockingIOError:
-                    self._wait(deadline)
-                    continue
-                if size == 0:
-                    raise ConnectionError("the other end has closed")
-                kind = self._packet[0]
-                if kind != _FILED:
-                    return kind, bytes(self._view[1:size])
-                _, kind, length = _FILE.unpack_from(self._packet)
-                return kind, _read_file(rights, length)
+    def _receive(self, deadline: float) -> tuple[int, bytes | bytearray]:
+        while True:
+            try:
+                size, rights, _, _ = self._socket.recvmsg_into(
+                    (self._packet,), self._ancillary, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                self._wait(deadline)
+                continue
+            if size == 0:
+                raise ConnectionError("the other end has closed")
+            kind = self._packet[0]
+            if kind != _FILED:
+                return kind, bytes(self._view[1:size])
+            _, kind, length = _FILE.unpack_from(self._packet)
+            return kind, _read_file(rights, length)
 
 
 def _filed(payload: bytes) -> int:
@@ -127,17 +139,27 @@ def _filed(payload: bytes) -> int:
     return file
 
 
-def _read_file(rights: Sequence[tuple[int, int, bytes]], length: int) -> bytes:
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the other end is of this user, or of root."""
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(said)[1] in (0, os.getuid())
+
+
+def _read_file(rights: Sequence[tuple[int, int, bytes]], length: int) -> bytes | bytearray:
     """What is in the file that came with a packet."""
     files = [_FDS.unpack(data[: _FDS.size])[0] for _, kind, data in rights if kind == socket.SCM_RIGHTS]
     try:
         if len(files) != 1:
-            raise ConnectionError("a large message came without its file: too many are open")
-        payload = os.pread(files[0], length, 0)
-        while len(payload) < length:  # the kernel gives 2 GiB at once
-            if not (piece := os.pread(files[0], length - len(payload), len(payload))):
-                raise ConnectionError("a large message is shorter than was said")
-            payload += piece
+            raise OSError(errno.EMFILE, "a large message came without its file: this process has too many open")
+        if len(whole := os.pread(files[0], length, 0)) == length:
+            return whole
+        payload = bytearray(length)  # the kernel gives 2 GiB at once
+        left, at = memoryview(payload), 0
+        while at < length:
+            count = os.preadv(files[0], [left[at:]], at)
+            if count == 0:
+                raise OSError(errno.EIO, "a large message is shorter than was said")
+            at += count
         return payload
     finally:
         for file in files:
@@ -158,8 +180,13 @@ def _send_patiently(
         try:
             connection.sendmsg(parts, rights)
             return
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
+                raise
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError("the reader takes nothing") from None
-            poll.poll(min(left_s, 1.0) * 1e3)
+            if error.errno == errno.ETOOMANYREFS:  # this user's descriptors that are on their way, to whomever
+                time.sleep(_PAUSE_S)
+            else:
+                poll.poll(min(left_s, 1.0) * 1e3)

@@ -159,8 +159,10 @@ class StepPipeline:
             step.references = self._graph.submit(
                 protocol.encode_request(self.epoch, step.step_id, step.kind, context_length, body)
             )
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: some ranks may have it, and some not
             self._judge.graph_broken(self.epoch, brief(error))
+            if not isinstance(error, Exception):
+                raise
             raise StepLost(self.epoch, step.step_id, self.incident) from error
         if step.trace is not None:
             step.trace.sent(self.epoch, step.step_id)
@@ -173,7 +175,9 @@ class StepPipeline:
 
     def _may_wait(self, size: int) -> bool:
         inflight = self._inflight.copy()
-        return len(inflight) >= _HELD_MESSAGES or sum(step.size for step in inflight) + size > _HELD_BYTES
+        return len(inflight) >= _HELD_MESSAGES or (
+            self._graph.crosses_nodes and sum(step.size for step in inflight) + size > _HELD_BYTES
+        )
 
     # -- the other end ----------------------------------------------------------------------------------------------
 

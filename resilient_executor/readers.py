@@ -22,8 +22,9 @@ import ray
 from ray.exceptions import RayChannelTimeoutError
 from ray.experimental.channel.common import SynchronousReader, SynchronousWriter
 from ray.experimental.channel.shared_memory_channel import CompositeChannel
+from ray.experimental.channel.torch_tensor_accelerator_channel import TorchTensorAcceleratorChannel
 
-from resilient_executor.doorbell import BellPlan, Doorbell
+from resilient_executor.doorbell import LOOK_S, BellPlan, Doorbell
 from resilient_executor.wire import limit
 from resilient_executor.wire_channel import WireChannel
 
@@ -54,13 +55,14 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
     """
     reader._consume_leftover_channels_if_needed(timeout)
     direct: list[Any] | None = getattr(reader, "_resilient_executor_channels", None)
-    if direct is None and all(type(channel) is CompositeChannel for channel in reader._input_channels):
-        parts = [_direct(channel) for channel in reader._input_channels]
-        if all(isinstance(part, WireChannel) for part in parts):
-            direct = reader._resilient_executor_channels = parts
-            reader._resilient_executor_wires = True
-    if direct is not None and getattr(reader, "_resilient_executor_wires", False):
-        return _read_wires(reader, direct, bell, timeout)
+    wires: list[WireChannel] | None = getattr(reader, "_resilient_executor_wires", None)
+    if direct is None:
+        found = [wire for channel in reader._input_channels if (wire := _wire(channel)) is not None]
+        if len(found) == len(reader._input_channels):
+            wires = reader._resilient_executor_wires = found
+            direct = reader._resilient_executor_channels = [_direct(channel) for channel in reader._input_channels]
+    if wires is not None and direct is not None:
+        return _read_wires(reader, direct, wires, bell, timeout)
     channels: Sequence[Any] = direct or reader._input_channels
     results: list[Any] = [None] * len(channels)
     missing = list(range(len(channels)))
@@ -103,36 +105,46 @@ def read_channels(reader: Any, bell: Doorbell, timeout: float | None) -> list[An
         bell.sleep(longest_s)
 
 
-def _read_wires(reader: Any, wires: Sequence[WireChannel], bell: Doorbell, timeout: float | None) -> list[Any]:
-    """:func:`read_channels` where all of them are wires: the kernel says where there is something to read."""
+def _read_wires(
+    reader: Any, channels: Sequence[Any], wires: Sequence[WireChannel], bell: Doorbell, timeout: float | None
+) -> list[Any]:
+    """:func:`read_channels` where a wire of each says whether there is something to read."""
     results: list[Any] = [None] * len(wires)
     began, deadline = time.monotonic(), limit(timeout)
-    # Only those that are missing: others may hold the next step already, and would keep everybody awake.
-    missing = {wire.fileno(): index for index, wire in enumerate(wires)}
     spin_until = began + bell.room_s
-    while missing:
-        now = time.monotonic()
-        if now >= deadline:
-            raise RayChannelTimeoutError(f"Cannot read all channels within {timeout} seconds")
-        longest_s = 0.0 if now < spin_until else min(bell.look_s, deadline - now)
-        ready = bell.sleep(longest_s, list(missing))
-        if not ready:  # whoever has closed one meanwhile may have given its number to somebody else
-            missing = {wires[index].fileno(): index for index in missing.values()}
-        for descriptor, _ in ready:
-            index = missing.get(descriptor)
-            if index is None:
-                bell.silence()
-                continue
-            try:
-                value = wires[index].read(0.0)
-            except RayChannelTimeoutError:
-                continue  # half of a message
-            results[index] = value
-            del missing[descriptor]
-            if isinstance(value, ray.exceptions.RayTaskError):
-                # The others are read before the next step's values: see Ray's own reader.
-                reader._leftover_channels = [wires[i] for i in missing.values()]
-                return [value] * len(wires)
+    # Only those that are missing: others may hold the next step already, and would keep everybody awake.
+    missing: dict[int, int] = {}
+    try:
+        for index, wire in enumerate(wires):
+            missing[descriptor := wire.fileno()] = index
+            bell.watch(descriptor)
+        while missing:
+            now = time.monotonic()
+            if now >= deadline:
+                raise RayChannelTimeoutError(f"Cannot read all channels within {timeout} seconds")
+            ready = bell.sleep(0.0 if now < spin_until else min(LOOK_S, deadline - now))
+            if not ready:
+                for wire in wires:
+                    wire.fileno()  # raises for one that was closed: its number may be somebody else's by now
+            for descriptor, _ in ready:
+                index = missing.get(descriptor, -1)
+                if index < 0:
+                    bell.silence()
+                    continue
+                try:
+                    value = channels[index].read(0.0)
+                except RayChannelTimeoutError:
+                    continue  # half of a message
+                results[index] = value
+                del missing[descriptor]
+                bell.unwatch(descriptor)
+                if isinstance(value, ray.exceptions.RayTaskError):
+                    # The others are read before the next step's values: see Ray's own reader.
+                    reader._leftover_channels = [channels[i] for i in missing.values()]
+                    return [value] * len(wires)
+    finally:
+        for descriptor in missing:
+            bell.unwatch(descriptor)
     bell.waited_s = time.monotonic() - began
     return results
 
@@ -142,6 +154,14 @@ def _direct(channel: Any) -> Any:
     if type(channel) is not CompositeChannel:
         return channel
     return channel._channel_dict[channel._resolve_actor_id()]
+
+
+def _wire(channel: Any) -> WireChannel | None:
+    """The wire that a channel's value comes by, or comes by first, if it comes by one."""
+    if isinstance(channel, TorchTensorAcceleratorChannel) and getattr(channel, "_local_channel", None) is None:
+        channel = getattr(channel._gpu_data_channel, "_meta_channel", None)
+    part = _direct(channel)
+    return part if isinstance(part, WireChannel) else None
 
 
 def install() -> bool:

@@ -79,18 +79,10 @@ class _End:
         for one in self._sockets():
             one.close()
 
-    def __enter__(self) -> None:
-        self._in_use.acquire()
+    def _close_if_told(self) -> None:
+        """For whoever has used it last: :meth:`close` may have come meanwhile."""
         if self._closed.is_set():
-            self.__exit__()
-            raise ConnectionError("closed")
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._closed.is_set():
-                self._close_sockets()
-        finally:
-            self._in_use.release()
+            self._close_sockets()
 
 
 class Outlet(_End):
@@ -134,20 +126,25 @@ class Outlet(_End):
         Raises:
             TimeoutError: not within ``timeout_s`` seconds.
             ConnectionError: a reader is gone, or this was closed.
+            OSError: this process or node lacks something, descriptors for instance.
 
         Whatever is raised, the outlet is closed then: half a message may be out.
         """
         deadline = limit(timeout_s)
-        with self:
+        with self._in_use:
             try:
+                self._still_open()
                 while len(self._connections) < self._readers:
                     self._let_in(deadline)
                 self._send(kind, payload, deadline)
             except BaseException as error:
+                told = self._closed.is_set()
                 self._closed.set()
-                if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
-                    raise ConnectionError(str(error)) from error
+                if told and isinstance(error, OSError):  # what a descriptor says that was shut down meanwhile
+                    raise ConnectionError("closed") from error
                 raise
+            finally:
+                self._close_if_told()
 
     def _send(self, kind: int, payload: bytes, deadline: float) -> None:
         for connection in self._connections:
@@ -161,6 +158,9 @@ class Outlet(_End):
             stranger, _ = self._listener.accept()
         except TimeoutError:
             self._still_open()
+            return
+        if not self._trusts(stranger):
+            stranger.close()
             return
         self._stranger, said = stranger, b""  # known to `close` before it is waited for
         self._still_open()
@@ -176,6 +176,9 @@ class Outlet(_End):
         self._still_open()
         if len(self._connections) == self._readers:
             self._listener.close()
+
+    def _trusts(self, stranger: socket.socket) -> bool:
+        return True  # until the token is said, nobody knows who that is
 
     def _tune(self, connection: socket.socket) -> None:
         _tune(connection)
@@ -229,27 +232,34 @@ class Inlet(_End):
             ConnectionError: the writer is gone, or this was closed.
         """
         deadline = limit(timeout_s)
-        with self:
-            while True:
-                try:
-                    count = self._socket.recv_into(memoryview(self._buffer)[self._have :])
-                except BlockingIOError:
-                    self._wait(deadline)
+        with self._in_use:
+            try:
+                self._still_open()
+                return self._receive(deadline)
+            finally:
+                self._close_if_told()
+
+    def _receive(self, deadline: float) -> tuple[int, bytes | bytearray]:
+        while True:
+            try:
+                count = self._socket.recv_into(memoryview(self._buffer)[self._have :])
+            except BlockingIOError:
+                self._wait(deadline)
+                continue
+            if count == 0:
+                raise ConnectionError("the other end has closed")
+            self._have += count
+            if self._have < len(self._buffer):
+                continue
+            message, kind = self._buffer, self._kind
+            if kind is None:
+                size, kind = _HEADER.unpack(message)
+                self._expect(size, kind)
+                if size > 0:
                     continue
-                if count == 0:
-                    raise ConnectionError("the other end has closed")
-                self._have += count
-                if self._have < len(self._buffer):
-                    continue
-                message, kind = self._buffer, self._kind
-                if kind is None:
-                    size, kind = _HEADER.unpack(message)
-                    self._expect(size, kind)
-                    if size > 0:
-                        continue
-                    message = self._buffer
-                self._expect(_HEADER.size, None)
-                return kind, message
+                message = self._buffer
+            self._expect(_HEADER.size, None)
+            return kind, message
 
     def _wait(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()

@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Final
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayChannelError, RayChannelTimeoutError
-from ray.experimental.channel import shared_memory_channel
 from ray.experimental.channel.common import ChannelInterface
 from ray.experimental.channel.shared_memory_channel import BufferedSharedMemoryChannel, Channel, CompositeChannel
 from ray.experimental.channel.torch_tensor_accelerator_channel import TorchTensorAcceleratorChannel
@@ -99,6 +98,7 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         Raises:
             RayChannelTimeoutError: not within ``timeout`` seconds.
             RayChannelError: a reader is gone, or the channel is closed.
+            OSError: this process or node lacks something, descriptors for instance.
         """
         outlet = _outlets.get(self._token)
         if outlet is None:
@@ -113,6 +113,9 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
             raise RayChannelTimeoutError(f"cannot write to a reader: {error}") from error
         except ConnectionError as error:
             raise RayChannelError(f"Channel closed: {error}") from error
+        except OSError:  # whoever runs the graph must hear that it is not one that was closed
+            logger.exception("cannot write to a reader")
+            raise
 
     def read(self, timeout: float | None = None) -> Any:
         """The next value; see :meth:`Inlet.receive`.
@@ -120,14 +123,18 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         Raises:
             RayChannelTimeoutError: none within ``timeout`` seconds.
             RayChannelError: the writer is gone, or the channel is closed.
+            OSError: this process or node lacks something, descriptors for instance.
         """
         inlet = _inlets.get(self._token) or self._connect()
         try:
             kind, payload = inlet.receive(timeout)
         except TimeoutError as error:
             raise RayChannelTimeoutError("no message") from error
-        except OSError as error:
+        except ConnectionError as error:
             raise RayChannelError(f"Channel closed: {error}") from error
+        except OSError:
+            logger.exception("cannot read from a writer")
+            raise
         return bytes(payload) if kind == _RAW else cloudpickle.loads(payload)
 
     def _connect(self) -> Inlet:
@@ -136,7 +143,7 @@ class WireChannel(ChannelInterface):  # type: ignore[misc]  # Ray has no types
         try:
             kind = LocalInlet if isinstance(self._address, bytes) else Inlet
             inlet = _inlets[self._token] = kind(self._address, self._token, _CONNECT_S)
-        except OSError as error:
+        except (ConnectionError, TimeoutError) as error:
             raise RayChannelError(f"Channel closed: no connection to its writer: {error}") from error
         if self._token in _ended:  # meanwhile, by another thread, which has not seen it
             self.close()
@@ -166,24 +173,28 @@ class _Scope(threading.local):
     process: ClassVar[bool] = False
     made: list[bytes] | None = None
 
+    def wired(self) -> bool:
+        """Whether a channel that is made now, in this thread, is to be a wire."""
+        return _Scope.process or self.made is not None
+
 
 _scope = _Scope()
 
 
-def _channel(writer: Any, reader_and_node_list: Sequence[tuple[Any, str]], *args: Any, **kwargs: Any) -> Any:
-    """Stands where Ray's code makes a :class:`Channel`."""
-    here = ray.get_runtime_context().get_node_id()
-    ours = _Scope.process or _scope.made is not None
-    if not ours or args or kwargs or any(node_id == here for _, node_id in reader_and_node_list):
-        return Channel(writer, reader_and_node_list, *args, **kwargs)
-    return _made(Outlet(ray.util.get_node_ip_address(), len(reader_and_node_list)))
+def _new_channel(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes what ``Channel(...)`` gives: a wire where the channel of a graph of ours goes to other nodes."""
+    if cls is Channel and len(args) == 2 and not kwargs and _scope.wired():
+        here, readers = ray.get_runtime_context().get_node_id(), args[1]
+        if all(node_id != here for _, node_id in readers):
+            return _made(Outlet(ray.util.get_node_ip_address(), len(readers)))
+    return object.__new__(cls)
 
 
-def _buffered(writer: Any, reader_and_node_list: Sequence[tuple[Any, str]], *args: Any, **kwargs: Any) -> Any:
-    """Stands where Ray's code makes a :class:`BufferedSharedMemoryChannel`: all readers are on this node."""
-    if not _Scope.process and _scope.made is None:
-        return BufferedSharedMemoryChannel(writer, reader_and_node_list, *args, **kwargs)
-    return _made(LocalOutlet(len(reader_and_node_list)))
+def _new_buffered(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same for ``BufferedSharedMemoryChannel(...)``, whose readers are all on this node."""
+    if cls is BufferedSharedMemoryChannel and len(args) == 3 and not kwargs and _scope.wired():
+        return _made(LocalOutlet(len(args[1])))
+    return object.__new__(cls)
 
 
 def _made(outlet: Outlet) -> WireChannel:
@@ -229,7 +240,7 @@ def _adapt_accelerators() -> None:
 
 def install() -> bool:
     """Put wires where Ray makes its channels. Returns whether they are there; otherwise Ray carries the messages."""
-    if shared_memory_channel.Channel is _channel:
+    if getattr(CompositeChannel, "_resilient_executor_wires", False):
         return True
     try:
         made = inspect.getsource(CompositeChannel.__init__)
@@ -246,30 +257,35 @@ def install() -> bool:
             "Ray %s: its own channels carry the messages; between nodes, a worker's death may cost its node", why
         )
         return False
-    # Ray pickles its own channels by this name.
-    _channel.__dict__["_deserialize_reader_channel"] = Channel._deserialize_reader_channel
-    shared_memory_channel.Channel = _channel
-    shared_memory_channel.BufferedSharedMemoryChannel = _buffered
+    # The classes stay: Ray pickles its own channels by their names, and makes them without arguments then.
+    Channel.__new__ = staticmethod(_new_channel)
+    BufferedSharedMemoryChannel.__new__ = staticmethod(_new_buffered)
     _adapt_accelerators()
+    CompositeChannel._resilient_executor_wires = True
     return True
 
 
-def serve_worker() -> None:
-    """From now on all channels of this process are for graphs of ours; what an earlier graph has left is closed."""
-    _Scope.process = install()
+def cross_nodes(tokens: Sequence[bytes]) -> bool:
+    """Whether one of these channels of this process goes to another node."""
+    return any(not isinstance(_outlets.get(token), LocalOutlet) for token in tokens)
+
+
+def serve_worker(wires: bool) -> None:
+    """From now on all channels of this process are wires, or none; what an earlier graph has left is closed."""
+    _Scope.process = wires and install()
     for token in [*_outlets, *_inlets]:
         WireChannel(b"", token).close()
     _ended.clear()
 
 
 @contextlib.contextmanager
-def wired() -> Iterator[list[bytes]]:
-    """The driver's channels that are made meanwhile, in this thread, are for a graph of ours. If it fails, they go.
+def wired(wires: bool) -> Iterator[list[bytes]]:
+    """The driver's channels that are made meanwhile, in this thread, are wires, or not. If it fails, they go.
 
     Yields the tokens of those that are made.
     """
     made: list[bytes] = []
-    if not install():
+    if not (wires and install()):
         yield made
         return
     _scope.made = made

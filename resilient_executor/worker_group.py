@@ -191,7 +191,9 @@ class WorkerGroup:
         if self.config.parking:
             driver, workers = doorbell.plan(self.config, nodes, driver_node_id)
         pairs = zip(self.handles, sizes, workers, strict=True)
-        self._all("compile", [h.prepare_graph.remote(size, bell) for h, size, bell in pairs], deadline)
+        self._all(
+            "compile", [h.prepare_graph.remote(size, bell, self.config.wires) for h, size, bell in pairs], deadline
+        )
         return driver
 
     def set_phase(self, phase: Phase, deadline: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import ray
 from ray.dag import InputNode, MultiOutputNode
 
-from resilient_executor import ExecutorConfig, ResilientExecutor, WorkerSpec
+from resilient_executor import ExecutorConfig, ResilientExecutor, WorkerSpec, wire_channel
 
 #: Work in each worker, in milliseconds of processor time; 0 for a step that does nothing.
 WORK_MS: Final = (0, 5, 10)
@@ -84,6 +84,10 @@ def _bare(_: Any, values: Any) -> Any:
     return values
 
 
+def _use_rays_channels(_: Any) -> None:
+    wire_channel.serve_worker(False)
+
+
 @contextmanager
 def raw_graph(executor: ResilientExecutor) -> Iterator[Step]:
     """Ray's compiled graph alone, in the same shape, over the same actors.
@@ -96,6 +100,7 @@ def raw_graph(executor: ResilientExecutor) -> Iterator[Step]:
     if generation.graph is not None:
         generation.graph.tear_down(10.0)
     handles, size = generation.group.handles, config.tensor_parallel_size
+    ray.get([handle.__ray_call__.remote(_use_rays_channels) for handle in handles], timeout=60)
     with InputNode() as request:
         values: list[Any] = [request] * size
         for stage in range(config.pipeline_parallel_size):
@@ -114,16 +119,20 @@ def raw_graph(executor: ResilientExecutor) -> Iterator[Step]:
         dag.teardown()
 
 
+#: So that a reader spins through every wait of the benchmark.
+_SPIN_MS: Final = 1000
+
+
 @contextmanager
 def own_graph(executor: ResilientExecutor, parking: bool = True) -> Iterator[Step]:
-    """The executor's steps, over a graph compiled anew."""
+    """The executor's steps, over a graph compiled anew; without ``parking`` its readers spin where they would sleep."""
     generation, recovery = executor._lifecycle.serving, executor._recovery
     assert generation is not None
     assert generation.group is not None
     assert recovery is not None
     if generation.graph is not None:
         generation.graph.tear_down(10.0)
-    generation.group.config = replace(generation.group.config, parking=parking)
+    generation.group.config = replace(generation.group.config, busy_wait_ms=None if parking else _SPIN_MS)
     recovery.compile(generation, executor._overseer, None, time.monotonic() + 60)
 
     def step(value: Any) -> Any:

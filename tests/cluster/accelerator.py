@@ -1,4 +1,6 @@
-"""Runs on the cluster's head: Ray's channel for accelerators between two nodes, with the wires under it.
+"""Ray's channel for accelerators, with the wires under it.
+
+Usage: accelerator.py ADDRESS FOLDER NODES. Runs on a node of the cluster, or starts one (``local``).
 
 There is no accelerator: files of this machine, in the folder that is the second argument, carry what NCCL would carry;
 all else is what NCCL gets.
@@ -6,6 +8,7 @@ all else is what NCCL gets.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +20,8 @@ from ray.dag import InputNode
 from ray.experimental.channel.cpu_communicator import CPUCommunicator
 from ray.experimental.channel.torch_tensor_accelerator_channel import _TorchTensorAcceleratorChannel as accelerator
 
-from resilient_executor import wire_channel
+from resilient_executor import readers, wire_channel
+from resilient_executor.doorbell import BellPlan
 
 FOLDER = sys.argv[2] if len(sys.argv) > 2 else ""
 
@@ -54,7 +58,9 @@ class Rank:
     def serve(self) -> tuple[bool, str]:
         # All that they do is refuse a CPU.
         accelerator.ensure_registered_as_writer = accelerator.ensure_registered_as_reader = lambda _: None
-        wire_channel.serve_worker()
+        wire_channel.serve_worker(True)
+        own = f"resilient-executor-test-{os.getpid()}"
+        readers.listen_in_worker(BellPlan(own, (), remote=False, company=100, busy_wait_ms=None))
         return wire_channel.install(), ray.get_runtime_context().get_node_id()
 
     def wires(self) -> int:
@@ -68,20 +74,27 @@ class Rank:
 
 
 def main() -> None:
-    ray.init(address=sys.argv[1], logging_level="error")
+    ray.init(address=sys.argv[1], logging_level="error", include_dashboard=False if sys.argv[1] == "local" else None)
     ranks = [Rank.options(scheduling_strategy="SPREAD").remote() for _ in range(2)]  # type: ignore[attr-defined]
     served = ray.get([rank.serve.remote() for rank in ranks])
     assert all(installed for installed, _ in served)
-    assert len({node for _, node in served}) == 2
+    assert len({node for _, node in served}) == int(sys.argv[3])
     with InputNode() as size:
         between = ranks[0].send.bind(size).with_tensor_transport(transport=PretendAccelerator(2, ranks))
         graph = ranks[1].receive.bind(between)
-    with wire_channel.wired():
+    with wire_channel.wired(True):
         compiled = graph.experimental_compile(_max_inflight_executions=3)
     references = [compiled.execute(size) for size in (1, 7, 100_000)]
     for reference, size in zip(references, (1, 7, 100_000), strict=True):
         assert reference.get(timeout=30) == (size, float(size) * size, ("a", b"b", [None] * 3))
     assert [path.name for path in sorted(Path(FOLDER).iterdir())] == ["1", "2", "3"]
+    took = []
+    for size in (2, 3, 4, 5):
+        time.sleep(0.1)  # so that the reader sleeps
+        began = time.monotonic()
+        assert compiled.execute(size).get(timeout=30)[0] == size
+        took.append(time.monotonic() - began)
+    print("slowest", max(took))
     print("wires", ray.get([rank.wires.remote() for rank in ranks]))
     compiled.teardown(kill_actors=True)
 

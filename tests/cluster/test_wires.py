@@ -109,7 +109,7 @@ def test_a_worker_that_is_fed_from_another_node_dies_again_and_again(commander: 
 def test_the_channel_of_an_accelerator_has_wires_under_it(cluster: NetnsCluster, tmp_path: Path) -> None:
     """NCCL carries tensors; what else a message holds takes the way of all others."""
     script = str(Path(__file__).with_name("accelerator.py"))
-    command = [sys.executable, script, cluster.address, str(tmp_path)]
+    command = [sys.executable, script, cluster.address, str(tmp_path), "2"]
     done = cluster.popen(0, command, stdout=subprocess.PIPE, text=True)
     said, _ = done.communicate(timeout=100)
     assert done.returncode == 0, said

@@ -157,7 +157,10 @@ def test_asleep_it_is_shut_down_and_leaves_no_bell(ray_cluster: str) -> None:
     before = bells()
     with serving() as executor:
         settle(executor)
-        assert len(bells() - before) == 3, "the driver's, the worker's, and the worker's heart"
+        names = sorted(bell.split("-")[2] for bell in bells() - before)
+        assert names.count("heart") == 1, "the worker's"
+        assert names.count("wire") == 2, "the driver's to the worker, and the worker's to the driver"
+        assert len(names) == 5, "the driver's bell, and the worker's"
         began = time.monotonic()
     assert time.monotonic() - began < 5.0
     within(5.0, lambda: bells() <= before, "bells are gone")
@@ -165,6 +168,22 @@ def test_asleep_it_is_shut_down_and_leaves_no_bell(ray_cluster: str) -> None:
 
 def test_it_can_be_switched_off(ray_cluster: str) -> None:
     before = bells(without="-heart-")
-    with serving(parking=False) as executor:
+    with serving(parking=False, wires=False) as executor:
         assert run_step(executor, 1)["scheduler"] == 1
         assert bells(without="-heart-") <= before
+
+
+def test_over_rays_own_channels_readers_are_rung(ray_cluster: str) -> None:
+    """What is used where Ray's code is not as known: nobody spins, nobody oversleeps, deaths are found."""
+    before = bells()
+    with serving(tensor_parallel_size=2, pipeline_parallel_size=2, wires=False, backoff_initial_s=0.01) as executor:
+        assert not any("-wire-" in bell for bell in bells() - before)
+        test_an_idle_graph_costs_no_core_and_wakes_at_once(executor)
+        test_nobody_spins_while_one_stage_works(executor)
+        test_steps_that_arrive_at_the_very_moment_of_falling_asleep(executor)
+        for rank in (0, 3):
+            settle(executor)
+            epoch = executor.epoch
+            os.kill(executor.workers[rank].process.pid, signal.SIGKILL)
+            await_epoch(executor, epoch + 1)
+            assert run_step(executor, rank)["scheduler"] == rank

@@ -166,8 +166,8 @@ def test_the_dead_and_the_deaf_cost_the_ringer_nothing() -> None:
         assert address not in Path("/proc/net/unix").read_text()
 
 
-def test_who_rings_whom() -> None:
-    config = ExecutorConfig(worker=WorkerSpec("a:B"), tensor_parallel_size=2, pipeline_parallel_size=2)
+def test_who_rings_whom_where_there_are_no_wires() -> None:
+    config = ExecutorConfig(worker=WorkerSpec("a:B"), tensor_parallel_size=2, pipeline_parallel_size=2, wires=False)
     driver, workers = plan(config, ["n1", "n1", "n1", "n2"], "n1")
     ranks = [worker for worker in workers if worker is not None]
     assert driver.rings == (ranks[0].address, ranks[1].address)
@@ -176,6 +176,8 @@ def test_who_rings_whom() -> None:
     assert [driver.company, *(rank.company for rank in ranks)] == [4, 4, 4, 4, 1]
     again, _ = plan(config, ["n1", "n1", "n1", "n2"], "n1")
     assert again.address != driver.address, "an epoch's bells must not be another's"
+    driver, workers = plan(replace(config, wires=True), ["n1", "n1", "n1", "n2"], "n1")
+    assert not any(one.rings for one in [driver, *workers] if one is not None)
 
 
 def test_nobody_spins_where_that_takes_a_core_from_a_peer() -> None:

@@ -221,11 +221,19 @@ def test_nothing_is_sent_after_a_close_that_came_while_the_reader_did(
     inlet.close()
 
 
-def test_a_close_from_within_does_not_wait_for_itself(inlet: Inlet, outlet: Outlet) -> None:
+def test_a_close_from_within_does_not_wait_for_itself(
+    inlet: Inlet, outlet: Outlet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal handler may shut an executor down in the middle of a read."""
-    began = time.monotonic()
-    with inlet:
+
+    def closed_meanwhile(deadline: float) -> Any:
         inlet.close()
         assert inlet.fileno() >= 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inlet, "_receive", closed_meanwhile)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        inlet.receive(5.0)
     assert time.monotonic() - began < 3.0
     assert inlet.fileno() == -1
