@@ -119,20 +119,16 @@ def raw_graph(executor: ResilientExecutor) -> Iterator[Step]:
         dag.teardown()
 
 
-#: So that a reader spins through every wait of the benchmark.
-_SPIN_MS: Final = 1000
-
-
 @contextmanager
 def own_graph(executor: ResilientExecutor, parking: bool = True) -> Iterator[Step]:
-    """The executor's steps, over a graph compiled anew; without ``parking`` its readers spin where they would sleep."""
+    """The executor's steps, over a graph compiled anew; without ``parking`` over Ray's channels, whose readers spin."""
     generation, recovery = executor._lifecycle.serving, executor._recovery
     assert generation is not None
     assert generation.group is not None
     assert recovery is not None
     if generation.graph is not None:
         generation.graph.tear_down(10.0)
-    generation.group.config = replace(generation.group.config, busy_wait_ms=None if parking else _SPIN_MS)
+    recovery._config = generation.group.config = replace(generation.group.config, parking=parking, wires=parking)
     recovery.compile(generation, executor._overseer, None, time.monotonic() + 60)
 
     def step(value: Any) -> Any:
