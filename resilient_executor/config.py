@@ -102,7 +102,7 @@ class ExecutorConfig:
         step_buffer_bytes: the same for requests and replies. Wires need neither.
         parking: readers of the graph sleep until there is something to read; False has them read as Ray does.
         busy_wait_ms: how long they spin before they sleep; None means 2 ms on a node with more cores than it has
-            workers and driver, and elsewhere not at all.
+            workers and driver, and elsewhere 1 ms after a wait that was shorter than that.
         eager_graph: build the graph at start-up; False builds it at the first step.
 
         env_prefixes, env_names: which of the driver's environment variables workers get.

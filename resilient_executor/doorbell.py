@@ -94,11 +94,6 @@ class Doorbell:
         """How long to spin before the next sleep, in seconds."""
         return self._short_s if self.waited_s <= self._short_s else self._spin_s
 
-    @property
-    def room_s(self) -> float:
-        """How long to spin where the kernel wakes readers at once, in seconds: only if no peer needs the core."""
-        return self._spin_s
-
     def ring(self) -> None:
         """Ring everybody who reads what the owner writes. Never waits, never raises."""
         for address in self._rings:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -111,7 +112,7 @@ def _read_wires(
     """:func:`read_channels` where a wire of each says whether there is something to read."""
     results: list[Any] = [None] * len(wires)
     began, deadline = time.monotonic(), limit(timeout)
-    spin_until = began + bell.room_s
+    spin_until = began + bell.spin_s
     # Only those that are missing: others may hold the next step already, and would keep everybody awake.
     missing: dict[int, int] = {}
     try:
@@ -122,8 +123,12 @@ def _read_wires(
             now = time.monotonic()
             if now >= deadline:
                 raise RayChannelTimeoutError(f"Cannot read all channels within {timeout} seconds")
-            ready = bell.sleep(0.0 if now < spin_until else min(LOOK_S, deadline - now))
-            if not ready:
+            if now < spin_until:
+                os.sched_yield()  # a peer may need the core to write what is waited for here
+                ready = bell.sleep(0.0)
+            else:
+                ready = bell.sleep(min(LOOK_S, deadline - now))
+            if not ready and now >= spin_until:
                 for wire in wires:
                     wire.fileno()  # raises for one that was closed: its number may be somebody else's by now
             for descriptor, _ in ready:
