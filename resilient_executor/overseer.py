@@ -194,7 +194,8 @@ class Overseer:
         """A worker raised in a collective RPC. Returns whether the epoch is dying of something else."""
 
         def followed() -> bool:
-            return any(other is not call and other.number > call.number for other in generation.rpcs.copy())
+            later = [*generation.rpcs, *generation.given_up]
+            return any(other.number > call.number for other in later)
 
         return self._hold(_Settle(generation, CallSettling(call.name, call.references), followed))
 

@@ -244,6 +244,10 @@ class StepPipeline:
                 step.output = self._output_of(replies)
             except Exception as raised:  # noqa: BLE001 - the engine's own: its classes, its aggregator
                 error = raised
+            except BaseException:  # Ctrl-C: it is in no queue any more, and somebody else may wait for it
+                step.error, step.done = StepLost(self.epoch, step.step_id, self.incident), True
+                tell(step)
+                raise
         step.error = error
         step.done = True
         return step

@@ -27,7 +27,7 @@ from ray.experimental.channel.torch_tensor_accelerator_channel import TorchTenso
 
 from resilient_executor.doorbell import LOOK_S, BellPlan, Doorbell
 from resilient_executor.wire import limit
-from resilient_executor.wire_channel import WireChannel
+from resilient_executor.wire_channel import WireChannel, read_whole_messages
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +206,7 @@ def install() -> bool:
         if Doorbell.of_worker is not None:  # the driver has one for each graph, and rings it itself
             Doorbell.of_worker.ring()
 
+    read_whole_messages()
     SynchronousReader._read_list = patient_read_list
     SynchronousWriter.write = ringing_write
     SynchronousReader.close = waking_close

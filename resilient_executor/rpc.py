@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -160,11 +161,15 @@ class CollectiveRpc:
         of both, for ever. When it returns an error, the generation is condemned.
         """
         began = time.monotonic()
-        in_turn = self._order.await_turn(place, deadline)
-        if not in_turn and self._lifecycle.serving is not None:
-            raise RpcTimeout(entry.name, deadline - began, tuple(range(self._config.world_size)))
-        left_s = deadline - time.monotonic()
-        generation = self._lifecycle.await_serving(max(0.0, min(left_s, self._config.recovery_timeout_s)))
+        while True:
+            in_turn = self._order.await_turn(place, deadline)
+            if not in_turn and self._lifecycle.serving is not None:
+                raise RpcTimeout(entry.name, deadline - began, tuple(range(self._config.world_size)))
+            left_s = deadline - time.monotonic()
+            generation = self._lifecycle.await_serving(max(0.0, min(left_s, self._config.recovery_timeout_s)))
+            # Looked at once more: an earlier call may have been lost meanwhile, and have to be sent before this one.
+            if in_turn and self._order.await_turn(place, 0.0):
+                break
         assert generation.group is not None
         call = RpcInHand(next(self._sent), entry.name, time.monotonic())
         generation.rpcs.append(call)
@@ -211,11 +216,6 @@ class CollectiveRpc:
         Returns:
             why the results cannot be believed; the generation is condemned then.
         """
-        for other in generation.given_up.copy():
-            if other.number < call.number and Outcome.RAISED in CallSettling(other.name, other.references).outcomes({}):
-                self._overseer.rpc_raised(generation, other)
-            if other.number < call.number and other in generation.given_up:
-                generation.given_up.remove(other)
         config = self._config
         deadline = time.monotonic() + config.settle_timeout_s + config.check_health_timeout_s + VERDICT_GRACE_S
         known = all(
@@ -223,9 +223,17 @@ class CollectiveRpc:
             for other in generation.rpcs.copy()
             if other.number < call.number
         )
+        # Only now: whoever gives a call up says so before the call has ended.
+        for other in generation.given_up.copy():
+            if other.number < call.number:
+                if Outcome.RAISED in CallSettling(other.name, other.references).outcomes({}):
+                    self._overseer.rpc_raised(generation, other)
+                with contextlib.suppress(ValueError):  # another thread has
+                    generation.given_up.remove(other)
         if not (known and generation.calm.wait(max(0.0, deadline - time.monotonic()))):
             text = f"a worker raised before {call.name}, and nobody has found out whether its peers kept step"
             self._overseer.rpc_broken(generation, text)
+            return RuntimeError(text)
         if generation.condemned and generation.unsettled:
             return RuntimeError("a worker raised in an earlier call, and the ranks may have met in the wrong ones")
         return None

@@ -219,8 +219,8 @@ class _PicklingWorker:
 
 
 def _adapt_accelerators() -> None:
-    """Let the channels of accelerators send their small part over a wire, and never read half of a message."""
-    init, receive = TorchTensorAcceleratorChannel.__init__, TorchTensorAcceleratorChannel._recv_cpu_and_gpu_data
+    """Let the channels of accelerators send their small part over a wire."""
+    init = TorchTensorAcceleratorChannel.__init__
 
     @functools.wraps(init)
     def adapted_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -229,12 +229,21 @@ def _adapt_accelerators() -> None:
         if any(isinstance(part, WireChannel) for part in parts):
             self._worker = _PicklingWorker()
 
+    TorchTensorAcceleratorChannel.__init__ = adapted_init
+    read_whole_messages()
+
+
+def read_whole_messages() -> None:
+    """Have nobody in this process read half of a message of an accelerator's channel, whatever the rest goes by."""
+    receive = getattr(TorchTensorAcceleratorChannel, "_recv_cpu_and_gpu_data", None)
+    if receive is None or hasattr(receive, "__wrapped__"):
+        return
+
     @functools.wraps(receive)
     def patient_receive(self: Any, tensors: Any, timeout: float | None = None) -> Any:
         # The first half has been taken: to give up now would pair the second with the next step's first.
         return receive(self, tensors, None)
 
-    TorchTensorAcceleratorChannel.__init__ = adapted_init
     TorchTensorAcceleratorChannel._recv_cpu_and_gpu_data = patient_receive
 
 
