@@ -95,7 +95,7 @@ class StepPipeline:
         self._step_ids = step_ids
         #: The step that was sent last, or is being sent; -1 for none.
         self.sent_step = -1
-        self._wanted = threading.Semaphore(0)
+        self._wanted = threading.Event()
         self._reader: threading.Thread | None = None
 
     @property
@@ -301,11 +301,12 @@ class StepPipeline:
             if self._reader is None or not self._reader.is_alive():
                 self._reader = threading.Thread(target=self._read_loop, name="resilient-executor-read", daemon=True)
                 self._reader.start()
-        self._wanted.release()
+        self._wanted.set()
 
     def _read_loop(self) -> None:
         while self._inflight or not self._condemned:
-            self._wanted.acquire(timeout=1.0)
+            self._wanted.wait(1.0)
+            self._wanted.clear()  # before the look: who sets it has put its step in flight
             while self._inflight:
                 self._read()
 
