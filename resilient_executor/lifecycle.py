@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from resilient_executor.errors import ExecutorFailed, ExecutorStopped, RecoveryTimeout
 from resilient_executor.supervisor.incidents import Evidence, Incident, RankExit
+from resilient_executor.supervisor.links import Pair
 from resilient_executor.supervisor.stalls import StallReport
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class Generation:
     doing: dict[int, str] = field(default_factory=dict)
     #: The supervisor's report, if it found a freeze or a stall; the first one counts.
     report: StallReport | None = None
+    #: Pairs of its nodes that the supervisor has found to get no answer from each other.
+    cut: set[Pair] = field(default_factory=set)
 
     @property
     def rpc(self) -> str:

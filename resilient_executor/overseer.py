@@ -159,6 +159,8 @@ class Overseer:
         if finding.rank is not None and doing and generation.rpc:
             generation.doing[finding.rank] = doing
         generation.report = generation.report or finding.report
+        if finding.pair is not None:
+            generation.cut.add(finding.pair)
         own_exit = None
         if finding.rank is not None and finding.exit is not None:
             own_exit = RankExit(finding.rank, finding.exit)

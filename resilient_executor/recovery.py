@@ -173,7 +173,7 @@ class Recovery:
                 if decision.action == "give_up":
                     return self._give_up(incident, decision.reason)
                 if old.group is not None:
-                    self._sites.look_for_cuts(old.group.infos)
+                    self._sites.look_for_cuts(old.group.infos, tuple(old.cut))
                 self._pause(decision.pause_s)
                 generation = self._build(old, judge, incident)
                 if commit(generation, incident):

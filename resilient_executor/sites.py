@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from resilient_executor.config import ExecutorConfig
@@ -110,12 +110,18 @@ class Sites:
 
     # -- links ------------------------------------------------------------------------------------------------------
 
-    def look_for_cuts(self, infos: Sequence[WorkerInfo]) -> None:
-        """Whether the nodes of a dead group still see each other; its workers are gone, their agents are not."""
+    def look_for_cuts(self, infos: Sequence[WorkerInfo], known: Collection[Pair] = ()) -> None:
+        """Whether the nodes of a dead group still see each other; its workers are gone, their agents are not.
+
+        Nobody looks where the supervisor has, which takes what it has found (``known``): that costs time. Nodes that
+        were given up are avoided already, and would cost more.
+        """
         nodes = {info.process.node_id: info.node_ip for info in infos}
-        if nodes and nodes.keys() != {self._driver_node_id}:
-            for pair in self._supervision.cut_pairs(nodes):
-                self._leave_one_out(pair, nodes)
+        reached = nodes.keys() - self._supervision.unfit_nodes()
+        if not known and reached - {self._driver_node_id}:
+            known = self._supervision.cut_pairs(reached)
+        for pair in known:
+            self._leave_one_out(pair, nodes)
 
     def check_links(self, infos: Sequence[WorkerInfo]) -> None:
         """Nodes that do not see each other cannot work together, whatever Ray's head sees.

@@ -69,6 +69,7 @@ class Finding:
         exit: how its process ended, when that is known.
         doing: the worker's last progress, when there was one.
         report: for a freeze or a stall, what everyone was doing.
+        pair: for a link that was cut, the nodes at its ends.
     """
 
     epoch: int
@@ -79,6 +80,7 @@ class Finding:
     exit: ExitStatus | None = None
     doing: Progress | None = None
     report: StallReport | None = None
+    pair: links.Pair | None = None
 
 
 @dataclass
@@ -241,7 +243,8 @@ class SupervisorActor:
                     self._find(epoch, CauseKind.NODE_LOSS, ranks[far].rank, text)
                 elif here not in (pair.one, pair.other):
                     ends = " and ".join(ranks[node_id].node_ip for node_id in (pair.one, pair.other))
-                    self._find(epoch, CauseKind.LINK_LOSS, None, f"nodes {ends} get no answer from each other")
+                    text = f"nodes {ends} get no answer from each other"
+                    self._find(epoch, CauseKind.LINK_LOSS, None, text, pair=pair)
                 else:
                     continue
                 return
@@ -289,11 +292,12 @@ class SupervisorActor:
         text: str,
         exit: ExitStatus | None = None,
         report: StallReport | None = None,
+        pair: links.Pair | None = None,
     ) -> None:
         if epoch != self._epoch or self._watch is None or (rank is not None and rank not in self._members):
             return
         doing = self._watch.progress.get(rank) if rank is not None else None
-        self._findings.append(Finding(epoch, kind, rank, time.time(), text, exit, doing, report))
+        self._findings.append(Finding(epoch, kind, rank, time.time(), text, exit, doing, report, pair))
         self._changed.set()
 
     # -- answers ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ being slow.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,8 +20,8 @@ from resilient_executor.supervisor.calls import within
 
 #: For one connection, in seconds. The first packet may be lost; it is sent again after one second.
 CONNECT_S: Final = 1.5
-#: For an agent to say what it sees, in seconds; one on a node that is out of reach must not delay the look.
-_ANSWER_S: Final = CONNECT_S + 0.3
+#: For an agent to say what it sees, in seconds: silence takes it CONNECT_S, and it may be busy fencing.
+_ANSWER_S: Final = CONNECT_S + 1.5
 #: From one look to the next, in seconds; a look that meets silence takes longer.
 PERIOD_S: Final = 1.0
 #: So many looks in a row must have failed.
@@ -112,19 +112,25 @@ async def look(
     looked: set[Pair] = set()
     failed: set[Pair] = set()
 
+    def note(node_id: str, silent: Iterable[str]) -> None:
+        looked.update(Pair.of(node_id, other) for other in peers if other != node_id)
+        failed.update(Pair.of(node_id, other) for other in silent)
+
     async def ask(node_id: str) -> None:
         others = {n: where for n, where in peers.items() if n != node_id}
         try:
-            if node_id == here:
-                silent: Sequence[str] = await silent_of(others)
-            else:
-                silent = await within(agents[node_id].silent.remote(others), _ANSWER_S)
+            note(node_id, await within(agents[node_id].silent.remote(others), _ANSWER_S))
         except (RayError, asyncio.TimeoutError):
             return  # what it sees is not known; whether it is seen, the others say
-        looked.update(Pair.of(node_id, other) for other in others)
-        failed.update(Pair.of(node_id, other) for other in silent)
 
-    await asyncio.gather(*(ask(node_id) for node_id in {here, *peers}))
+    asked = {node_id: asyncio.ensure_future(ask(node_id)) for node_id in peers if node_id != here}
+    try:
+        out_of_reach = await silent_of({n: where for n, where in peers.items() if n != here})
+        note(here, out_of_reach)
+        await asyncio.gather(*(task for node_id, task in asked.items() if node_id not in out_of_reach))
+    finally:
+        for task in asked.values():
+            task.cancel()  # an answer that cannot come must not delay the look
     return looked, failed
 
 
