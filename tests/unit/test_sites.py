@@ -11,7 +11,7 @@ import pytest
 from resilient_executor.config import ExecutorConfig
 from resilient_executor.errors import WorkerStartError
 from resilient_executor.lifecycle import Lifecycle
-from resilient_executor.protocol import ProcessIdentity, WorkerInfo
+from resilient_executor.protocol import ProcessIdentity, WorkerInfo, WorkerSpec
 from resilient_executor.sites import Sites
 from resilient_executor.supervisor.client import Supervision
 from resilient_executor.supervisor.links import Pair
@@ -33,7 +33,8 @@ class Looks:
 
 
 def sites(looks: Looks) -> Sites:
-    return Sites(ExecutorConfig(), Lifecycle(), cast("Supervision", looks), "driver", threading.Event())
+    config = ExecutorConfig(worker=WorkerSpec("any:Worker"))
+    return Sites(config, Lifecycle(), cast("Supervision", looks), "driver", threading.Event())
 
 
 def info(node_id: str) -> WorkerInfo:

@@ -93,9 +93,9 @@ def looked(agents: Mapping[str, Remote], peers: Mapping[str, tuple[str, int]]) -
 def test_who_meets_silence_is_heard_also_when_it_is_late(late_s: float) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        address = closed.getsockname()
+        address: tuple[str, int] = closed.getsockname()
         agents = {"a": Remote(["b"], CONNECT_S + late_s), "b": Remote(["a"], CONNECT_S + late_s)}
-        failed, _ = looked(agents, {node_id: address for node_id in ("here", "a", "b")})
+        failed, _ = looked(agents, dict.fromkeys(("here", "a", "b"), address))
     assert failed == {Pair("a", "b")}
 
 
