@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from resilient_executor.errors import ExecutorFailed, ExecutorStopped, RecoveryTimeout
 from resilient_executor.supervisor.incidents import Evidence, Incident, RankExit
-from resilient_executor.supervisor.links import Pair
 from resilient_executor.supervisor.stalls import StallReport
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from resilient_executor.graph import StepGraph
     from resilient_executor.pipeline import StepPipeline
     from resilient_executor.protocol import WorkerInfo
+    from resilient_executor.supervisor.links import Pair
     from resilient_executor.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)

@@ -103,10 +103,17 @@ class Sites:
         """The weaker the reason, the sooner it is dropped where there is no room elsewhere."""
         unfit = self._supervision.unfit_nodes()
         cut_off, bad = frozenset(self._cut_off), self._avoidance.avoided(time.monotonic())
-        for avoid in (unfit | cut_off | bad, unfit | cut_off, unfit):
-            if avoid and has_room_without(self._config, avoid):
-                return avoid
-        return frozenset()
+        wanted = unfit | cut_off | bad
+        chosen = next(
+            (avoid for avoid in (wanted, unfit | cut_off, unfit) if avoid and has_room_without(self._config, avoid)),
+            frozenset[str](),
+        )
+        if wanted:
+            reasons = {"unfit": unfit, "cut off": cut_off, "deaths": bad}
+            said = "; ".join(f"{word}: {_brief(nodes)}" for word, nodes in reasons.items() if nodes)
+            spared = "" if chosen == wanted else f", but for want of room elsewhere not {_brief(wanted - chosen)}"
+            logger.info("nodes to leave out: %s%s", said, spared)
+        return chosen
 
     # -- links ------------------------------------------------------------------------------------------------------
 
@@ -144,3 +151,7 @@ class Sites:
             return False
         self._cut_off.add(known[-1])
         return True
+
+
+def _brief(nodes: Collection[str]) -> str:
+    return ", ".join(sorted(node_id[:8] for node_id in nodes))

@@ -7,6 +7,7 @@ that happened), ``where``, ``drain NODE_IP``, ``probe`` (which nodes still start
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -92,6 +93,8 @@ def probe() -> None:
 
 
 def main() -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("resilient_executor.sites").setLevel(logging.INFO)  # why a node was used, or was not
     settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     spec = WorkerSpec("resilient_executor.reference:ReferenceWorker", {"collective_timeout_s": 20.0})
     config = ExecutorConfig(

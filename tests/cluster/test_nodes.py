@@ -150,7 +150,6 @@ def round_of(commander: Commander, name: str, number: int) -> Message:
         ended(cluster, victim, name)
         cluster.restart(victim)
     else:
-        assert facts["rebuilds"] == 1, "it was placed on the very pair that is cut"
         cluster.pair_heal(*used)
     assert fallen(cluster) == [], "a node that came back took another one's raylet down"
     return facts
