@@ -42,6 +42,8 @@ class Sites:
         self._reservations: list[Reservation] = []
         #: Nodes that did not see another one in this rebuild.
         self._cut_off: set[str] = set()
+        #: The last choice of nodes that was explained.
+        self._said: tuple[str, frozenset[str]] = ("", frozenset())
 
     def begin(self) -> None:
         """A rebuild begins: which links are cut is asked anew."""
@@ -103,17 +105,23 @@ class Sites:
         """The weaker the reason, the sooner it is dropped where there is no room elsewhere."""
         unfit = self._supervision.unfit_nodes()
         cut_off, bad = frozenset(self._cut_off), self._avoidance.avoided(time.monotonic())
-        wanted = unfit | cut_off | bad
-        chosen = next(
-            (avoid for avoid in (wanted, unfit | cut_off, unfit) if avoid and has_room_without(self._config, avoid)),
-            frozenset[str](),
-        )
-        if wanted:
-            reasons = {"unfit": unfit, "cut off": cut_off, "deaths": bad}
-            said = "; ".join(f"{word}: {_brief(nodes)}" for word, nodes in reasons.items() if nodes)
-            spared = "" if chosen == wanted else f", but for want of room elsewhere not {_brief(wanted - chosen)}"
-            logger.info("nodes to leave out: %s%s", said, spared)
+        weaker = (unfit | cut_off | bad, unfit | cut_off, unfit)
+        fits = (avoid for avoid in weaker if avoid and has_room_without(self._config, avoid))
+        chosen = next(fits, frozenset[str]())
+        self._say(chosen, {"unfit": unfit, "cut off": cut_off, "deaths": bad})
         return chosen
+
+    def _say(self, chosen: frozenset[str], reasons: Mapping[str, frozenset[str]]) -> None:
+        """Explain the choice in one line; not again while it stays the same, as it may in a wait for room."""
+        why = "; ".join(f"{word}: {_brief(nodes)}" for word, nodes in reasons.items() if nodes)
+        needed = frozenset().union(*reasons.values()) - chosen
+        if (said := (why, needed)) == self._said:
+            return
+        self._said = said
+        if needed:
+            logger.warning("nodes that were to be left out (%s) are not: no room without %s", why, _brief(needed))
+        elif why:
+            logger.info("nodes are left out: %s", why)
 
     # -- links ------------------------------------------------------------------------------------------------------
 

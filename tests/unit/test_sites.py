@@ -67,3 +67,27 @@ def test_a_new_group_on_nodes_that_do_not_see_each_other_is_an_error_that_names_
     assert ours._cut_off == {"b"}
     ours.begin()
     assert ours._cut_off == set()
+
+
+@pytest.mark.parametrize(
+    ("room_without", "avoided", "line"),
+    [
+        ({"a", "b"}, {"a", "b"}, "INFO nodes are left out: unfit: a; cut off: b"),
+        ({"a"}, {"a"}, "WARNING nodes that were to be left out (unfit: a; cut off: b) are not: no room without b"),
+        (set(), set(), "WARNING nodes that were to be left out (unfit: a; cut off: b) are not: no room without a, b"),
+    ],
+)
+def test_the_choice_of_nodes_is_explained_once(
+    room_without: set[str],
+    avoided: set[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Room is a question to Ray, and answered here for it."""
+    monkeypatch.setattr("resilient_executor.sites.has_room_without", lambda config, avoid: avoid <= room_without)
+    ours = sites(Looks([], unfit=["a"]))
+    ours.look_for_cuts(GROUP, (Pair("a", "b"),))
+    with caplog.at_level("INFO", logger="resilient_executor.sites"):
+        assert [ours._nodes_to_avoid() for _ in range(2)] == [avoided, avoided]
+    assert [f"{record.levelname} {record.getMessage()}" for record in caplog.records] == [line]
