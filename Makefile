@@ -24,7 +24,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-cluster lint format campaign experiments soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
+.PHONY: help venv demo test test-all test-cluster lint format campaign experiments soak bench bench-telemetry trace-demo clean test-vllm test-vllm-all test-vllm-old check-vllm-wheels bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,12 @@ $(STAMP): pyproject.toml
 demo: venv  ## Serve requests, kill workers, and watch every token arrive (DEMO_ARGS=...)
 	$(BIN)/resilient-executor demo $(DEMO_ARGS)
 
-test: lint  ## Lint, then run all tests (PYTEST_ARGS=...)
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: lint  ## Lint, then run the tests: 15 minutes (PYTEST_ARGS=...)
+	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
+
+test-all: lint  ## The same with every variant of every fault, and 30 kills (KILLS=30 SEED=... PYTEST_ARGS=...)
+	KILLS=$(or $(KILLS),30) $(if $(SEED),SEED=$(SEED)) $(BIN)/pytest $(PYTEST_ARGS)
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 
 test-cluster: venv  ## Real nodes in network namespaces, killed, frozen, cut; needs root (ROUNDS=10 SEED=... SLACK=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_third_generation_goes_elsewhere_and_the_line_says_why() -> None:
     """Two nodes, and two deaths make one bad. When both are, there is no room elsewhere, and service goes on."""

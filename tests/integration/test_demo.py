@@ -19,7 +19,7 @@ import pytest
 
 #: A demo of few tokens; on a machine that does nothing else it takes 15 s.
 SMALL = ("--requests", "2", "--max-tokens", "20", "--seed", "3")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def test_the_second_kill_meets_the_rebuild_after_the_first(tmp_path: Path) -> No
     ("line", "pause_s", "number"),
     [
         ("Ctrl-C", 1.0, signal.SIGINT),
-        ("embedded Ray runs", 1.0, signal.SIGINT),
-        ("workers serve", 0.5, signal.SIGINT),
+        pytest.param("embedded Ray runs", 1.0, signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("workers serve", 0.5, signal.SIGINT, marks=pytest.mark.long),
         ("kill 1 of 2", 1.0, signal.SIGTERM),
     ],
     ids=["while Ray starts", "while workers start", "while they answer", "during a rebuild"],

@@ -57,6 +57,7 @@ def test_a_replacement_that_fails_once_is_tried_again(make_executor: ExecutorFac
     assert incident.epochs_tried[-1] == executor.epoch >= 3
 
 
+@pytest.mark.long
 def test_a_start_that_hangs_is_given_up_after_its_phase_s_limit(
     make_executor: ExecutorFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import ray
 from probe_executor import run_step, serving
 from ray.dag import InputNode
@@ -29,18 +30,18 @@ def use_own_graph() -> None:
             ray.kill(actor)
 
 
-def test_it_works_before_beside_and_after_an_executor(ray_cluster: str) -> None:
+@pytest.mark.parametrize("wires", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_it_works_before_beside_and_after_an_executor(ray_cluster: str, wires: bool) -> None:
     use_own_graph()
-    for wires in (True, False):
-        with serving(pipeline_parallel_size=2, wires=wires) as executor:
-            assert run_step(executor, 1)["scheduler"] == 1
-            use_own_graph()
-            assert run_step(executor, 2)["scheduler"] == 2
-            serving_now = executor._lifecycle.serving
-            assert serving_now is not None
-            assert serving_now.graph is not None
-            assert serving_now.graph._dag is not None
-            outputs = serving_now.graph._dag.dag_output_channels
-            ours = {type(part) for channel in outputs for part in channel._channels}
-            assert ours == {WireChannel if wires else BufferedSharedMemoryChannel}
+    with serving(pipeline_parallel_size=2, wires=wires) as executor:
+        assert run_step(executor, 1)["scheduler"] == 1
         use_own_graph()
+        assert run_step(executor, 2)["scheduler"] == 2
+        serving_now = executor._lifecycle.serving
+        assert serving_now is not None
+        assert serving_now.graph is not None
+        assert serving_now.graph._dag is not None
+        outputs = serving_now.graph._dag.dag_output_channels
+        ours = {type(part) for channel in outputs for part in channel._channels}
+        assert ours == {WireChannel if wires else BufferedSharedMemoryChannel}
+    use_own_graph()

@@ -22,7 +22,7 @@ from resilient_executor import Event, ExecutorConfig, ExecutorState, ResilientEx
 from resilient_executor.reference import WORKER, ReferenceEngine, SamplingParams
 from resilient_executor.reference.bench import JOURNALLED
 
-KILLS = int(os.environ.get("KILLS", "10"))
+KILLS = int(os.environ.get("KILLS", "6"))
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 30)))
 #: When a kill may come: while serving (at random, or idle), or in a phase of the rebuild that it provokes.
 MOMENTS = ("serving", "serving", "idle", "spawn", "rank", "initialise", "load", "replay", "compile", "warm_up")

@@ -58,7 +58,7 @@ def out_of_reach() -> OutOfReach:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("comes_back", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_zombie_says_nothing_that_counts_and_ends(out_of_reach: OutOfReach, comes_back: bool) -> None:
     """Stopped in a step, and continued when it has been given up: it ends itself. If it is not, its agent ends it."""
     with serving(tensor_parallel_size=2, **LIMITS) as executor:
@@ -130,7 +130,7 @@ def supervisor_pid(executor: ResilientExecutor) -> int:
     return pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL])
 def test_the_supervisors_end_costs_no_worker_its_life(executor: ResilientExecutor, number: signal.Signals) -> None:
     """Leases are much shorter than a replacement takes. The executor stands in, and steps go on meanwhile."""
     pids = [worker.process.pid for worker in executor.workers]

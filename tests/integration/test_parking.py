@@ -100,7 +100,9 @@ def test_steps_that_arrive_at_the_very_moment_of_falling_asleep(executor: Resili
     assert time.monotonic() - began < 60.0, "every lost wake-up costs half a second"
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
+)
 def test_a_sleeper_that_is_killed_is_found_and_replaced(executor: ResilientExecutor, rank: int) -> None:
     settle(executor)
     # Of other executors on this machine, only hearts are left in the same place.
@@ -137,7 +139,9 @@ def oversleep(worker: object) -> None:
     Doorbell.of_worker.sleep = lambda *_: time.sleep(1000.0)  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("deaf", [(0,), (0, 1)], ids=["one", "a whole stage"])
+@pytest.mark.parametrize(
+    "deaf", [pytest.param((0,), id="one", marks=pytest.mark.long), pytest.param((0, 1), id="a whole stage")]
+)
 def test_a_sleeper_that_does_not_wake_is_a_stall(executor: ResilientExecutor, deaf: tuple[int, ...]) -> None:
     for number in range(6):
         run_step(executor, number)

@@ -116,7 +116,7 @@ Run = Callable[..., Script]
 class TestEmbedded:
     """With a Ray of its own, which goes when the script goes."""
 
-    @pytest.mark.parametrize("mode", ["proper", "forget"])
+    @pytest.mark.parametrize("mode", ["proper", pytest.param("forget", marks=pytest.mark.long)])
     def test_a_script_that_ends_is_silent_and_leaves_nothing(self, run: Run, mode: str) -> None:
         """F29: with and without an explicit shutdown."""
         script = run(mode)
@@ -158,7 +158,7 @@ def assert_only_traceback(stderr: str) -> None:
 class TestJoined:
     """With a cluster that stays, in which nothing of the script must stay."""
 
-    @pytest.mark.parametrize("mode", ["forget with standbys", "forget in flight"])
+    @pytest.mark.parametrize("mode", ["forget with standbys", pytest.param("forget in flight", marks=pytest.mark.long)])
     def test_a_script_that_ends(self, run: Run, ray_cluster: str, mode: str) -> None:
         """F29: also with a step and a call that would take minutes."""
         script = run(mode, ray_cluster)
@@ -185,7 +185,7 @@ class TestJoined:
         assert_only_traceback(stderr)
         assert stderr.rstrip().endswith("RuntimeError: the script's own")
 
-    @pytest.mark.parametrize("moment", ["spawning", "constructing"])
+    @pytest.mark.parametrize("moment", ["spawning", pytest.param("constructing", marks=pytest.mark.long)])
     def test_ctrl_c_during_the_start(self, run: Run, ray_cluster: str, moment: str) -> None:
         script = run("start", ray_cluster)
         script.until_said("starting")

@@ -58,7 +58,7 @@ def pids_of(executor: ResilientExecutor) -> list[int]:
 
 
 class TestIdle:
-    @pytest.mark.parametrize("eager", [True, False], ids=["graph", "no graph"])
+    @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.long)], ids=["graph", "no graph"])
     def test_before_the_first_step(self, make_executor: ExecutorFactory, eager: bool) -> None:
         executor = make_executor(tensor_parallel_size=2, eager_graph=eager)
         pids = pids_of(executor)
@@ -177,7 +177,7 @@ class TestInTheMiddle:
         assert isinstance(future.exception(timeout=5), ResilientExecutorError)
         assert isinstance(waiting.exception(timeout=5), ExecutorStopped)
 
-    @pytest.mark.parametrize("moment", ["at once", "spawning", "constructing"])
+    @pytest.mark.parametrize("moment", ["at once", "spawning", pytest.param("constructing", marks=pytest.mark.long)])
     def test_of_a_start(self, tmp_path: Path, moment: str) -> None:
         """From another thread: whoever waits for the start is released."""
         executor = ResilientExecutor.__new__(ResilientExecutor)

@@ -60,7 +60,14 @@ def _threads(_: Any) -> str | None:
     return os.environ.get("OMP_NUM_THREADS")
 
 
-@pytest.mark.parametrize("settings", [{"devices_per_worker": 4.0}, {"devices_per_worker": 0.5}, {"device_key": "GPU"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"devices_per_worker": 4.0}, marks=pytest.mark.long),
+        {"devices_per_worker": 0.5},
+        pytest.param({"device_key": "GPU"}, marks=pytest.mark.long),
+    ],
+)
 def test_it_has_as_many_threads_as_a_cold_one(make_executor: ExecutorFactory, settings: dict[str, Any]) -> None:
     """Another number would add up in another order, and change tokens."""
     executor = make_executor(warm_standbys=1, **settings)

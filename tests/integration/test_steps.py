@@ -20,7 +20,11 @@ def tagged(outputs: Sequence[Any]) -> tuple[str, list[Any]]:
     return "aggregated", list(outputs)
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2)], ids=lambda size: f"tp{size[0]}-pp{size[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((2, 1), marks=pytest.mark.long), pytest.param((1, 2), marks=pytest.mark.long), (2, 2)],
+    ids=lambda size: f"tp{size[0]}-pp{size[1]}",
+)
 def aggregating(ray_cluster: str, request: pytest.FixtureRequest) -> Iterator[tuple[ResilientExecutor, int, int]]:
     tp, pp = request.param
     with serving(tensor_parallel_size=tp, pipeline_parallel_size=pp, output_aggregator=tagged) as executor:

@@ -142,7 +142,7 @@ def test_an_idle_death_is_found_named_and_repaired_without_a_request(executor: R
     ("how", "expected"),
     [
         ("exit", {"exit_code": 7, "signal": None}),
-        ("abort", {"exit_code": None, "signal": signal.SIGABRT}),
+        pytest.param("abort", {"exit_code": None, "signal": signal.SIGABRT}, marks=pytest.mark.long),
         ("segfault", {"exit_code": None, "signal": signal.SIGSEGV}),
     ],
 )
@@ -223,7 +223,7 @@ def test_one_missed_heartbeat_changes_nothing(executor: ResilientExecutor) -> No
     assert step(executor)["epoch"] == epoch
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("in_flight", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_frozen_worker_is_fenced_and_replaced(executor: ResilientExecutor, in_flight: bool) -> None:
     """F2, F23: Ray calls it alive; then dead, while it still holds its device. It is proven gone before the rebuild."""
     epoch, pid = executor.epoch, pid_of(executor, 1)

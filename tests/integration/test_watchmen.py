@@ -87,7 +87,7 @@ def is_healthy(executor: ResilientExecutor) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_without_its_agent_a_node_is_watched_all_the_same(executor: ResilientExecutor, number: signal.Signals) -> None:
     """F4, F24: heartbeats pass by the agent; without it nobody is suspected, and nobody's lease runs out."""
     epoch, known = executor.epoch, len(executor.incidents)
@@ -150,7 +150,7 @@ def test_a_dead_agent_is_replaced_under_its_workers(executor: ResilientExecutor)
     assert (cause.rank, cause.signal) == (1, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("idle", [pytest.param(True, marks=pytest.mark.long), False])
 def test_the_supervisor_the_agent_and_a_worker_may_die_together(executor: ResilientExecutor, idle: bool) -> None:
     """Two deaths at once are one incident."""
     epoch, incidents = executor.epoch, len(executor.incidents)

@@ -140,7 +140,10 @@ def whole() -> tuple[dict[str, list[int]], int]:
     return known, worker.num_parameters()
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"),
+    [pytest.param(2, 1, marks=pytest.mark.long), pytest.param(1, 2, marks=pytest.mark.long), (2, 2)],
+)
 def test_sharded_model_gives_the_same_tokens(
     tp_size: int, pp_size: int, whole: tuple[dict[str, list[int]], int]
 ) -> None:

@@ -68,6 +68,7 @@ def numbers(output: Any) -> dict[tuple[Any, ...], float]:
     }
 
 
+@pytest.mark.long
 def test_everything_at_once(llm: Any) -> None:
     everything_at_once(llm)
 
