@@ -20,6 +20,7 @@ from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import RayTaskError
 
 from resilient_executor import ray_guard, readers, wire_channel
+from resilient_executor.actors import unpinned
 from resilient_executor.config import ExecutorConfig, Transport
 from resilient_executor.doorbell import BellPlan, Doorbell
 from resilient_executor.errors import ConfigError, StateError
@@ -56,7 +57,7 @@ class StepGraph:
         self._bell: Doorbell | None = None
         self.timeout_s = config.step_timeout_s
         transport = resolve_transport(config)
-        with InputNode() as request:
+        with unpinned(), InputNode() as request:
             stages = grid(config.tensor_parallel_size, config.pipeline_parallel_size)
             values: list[Any] = [request] * config.tensor_parallel_size
             for stage in stages:

@@ -186,6 +186,8 @@ class SupervisorActor:
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
+        if self._beats is not None:
+            self._beats.forget()
         self._members = {}
         self._changed.set()
 

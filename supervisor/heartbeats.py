@@ -95,6 +95,17 @@ class Heartbeats:
         """Beats for one worker, by calls of Ray, one after the other."""
         self._of_workers[member.process] = self._spawn(self._of_worker(member))
 
+    def forget(self) -> None:
+        """Let go of its tasks, which have been cancelled.
+
+        A task that was cancelled holds the frames that it was in, and those hold this object and the workers' handles:
+        a circle that Python would take days to find in a process that does so little, and Ray keeps a record of a
+        worker, in the driver and in the cluster's head, as long as anybody has its handle.
+        """
+        self._by_itself = None
+        self._of_nodes.clear()
+        self._of_workers.clear()
+
     def _is_reachable(self, member: Member) -> bool:
         """Whether it can be asked by datagrams."""
         return member.process not in self._unreachable
