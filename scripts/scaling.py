@@ -4,9 +4,10 @@ Three ways to have many workers on a small machine:
 
 * pure logic (ranks, who rings whom, the detectors' pass) runs on made-up facts;
 * the real supervisor watches simulated workers, many in each of a few Ray actors, which answer heartbeats and calls;
-* with ``--real``, real executors of up to so many real workers that do nothing.
+* with ``--real``, real executors of up to so many real workers that do nothing; with ``--at-rest``, those of up to so
+  many whose graph is not made: then they import no torch, and more of them fit.
 
-    python scripts/scaling.py --json build/scaling.json --svg docs/img/scaling.svg --real 64
+    python scripts/scaling.py --json build/scaling.json --svg docs/img/scaling.svg --real 32 --at-rest 64
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from resilient_executor import (
 from resilient_executor.heart import Answer, Beat
 from resilient_executor.processes import identify
 from resilient_executor.protocol import Phase, ProcessIdentity, Progress, RpcEnvelope, WorkerInfo
-from resilient_executor.reference.bench import config_for
+from resilient_executor.reference.bench import Idle, config_for
 from resilient_executor.reference.bench_steps import EchoWorker
 from resilient_executor.supervisor.actor import Member, SupervisorActor
 from resilient_executor.supervisor.progress import DriverView
@@ -249,10 +250,10 @@ def simulated(size: int, seconds: float) -> dict[str, float]:
 # -- real executors ---------------------------------------------------------------------------------------------------
 
 
-def real(size: int) -> dict[str, float]:
-    """An executor with so many workers that do nothing, as a square as far as that goes."""
+def doing_nothing(size: int, **settings: Any) -> ExecutorConfig:
+    """Of an executor with so many workers that do nothing, as a square as far as that goes."""
     tp = 2 ** (size.bit_length() // 2)
-    config = config_for(
+    return config_for(
         WorkerSpec(EchoWorker),
         tensor_parallel_size=tp,
         pipeline_parallel_size=size // tp,
@@ -264,39 +265,58 @@ def real(size: int) -> dict[str, float]:
         step_deadline_first_s=600.0,
         step_timeout_s=600.0,
         stage_buffer_bytes=1 << 14,  # PP + 1 of them for each rank: 64 ranks with 1 MiB each fill an embedded store
+        **settings,
     )
-    with ResilientExecutor(config) as executor:
+
+
+def resting(executor: ResilientExecutor, seconds: float) -> dict[str, float]:
+    """Processor shares of supervision, of a worker, and of an actor that does nothing; all of them at rest."""
+    supervision = executor._supervision
+    assert supervision is not None
+    supervisor, agent = supervision.actor_processes()
+    idle = ray.remote(num_cpus=0, max_concurrency=1000)(Idle).remote()
+    node_agent = psutil.Process(ray.get(agent.identity.remote(), timeout=60).pid)
+    watcher = psutil.Process(ray.get(supervisor.roster.remote(), timeout=60)["supervisor"].pid)
+    nobody = psutil.Process(ray.get(idle.pid.remote(), timeout=60))
+    workers = [psutil.Process(worker.process.pid) for worker in executor.workers]
+    time.sleep(5.0)
+    before = {process: sum(process.cpu_times()[:2]) for process in (watcher, node_agent, nobody, *workers)}
+    at = time.monotonic()
+    time.sleep(seconds)
+    took = time.monotonic() - at
+    used = {process: sum(process.cpu_times()[:2]) - before[process] for process in before}
+    ray.kill(idle)
+    return {
+        "supervisor_core_percent": 100 * used[watcher] / took,
+        "agent_core_percent": 100 * used[node_agent] / took,
+        "idle_actor_core_percent": 100 * used[nobody] / took,
+        "worker_core_percent": 100 * statistics.mean(used[process] for process in workers) / took,
+        "worker_rss_mb": statistics.mean(process.memory_info().rss for process in workers) / 1e6,
+        "driver_rss_mb": psutil.Process().memory_info().rss / 1e6,
+        "incidents": float(len(executor.incidents)),
+    }
+
+
+def at_rest(size: int) -> dict[str, float]:
+    """Without a graph, for which each worker would import torch: 64 of them fit on a small machine."""
+    with ResilientExecutor(doing_nothing(size, eager_graph=False)) as executor:
+        return {"start_s": executor.start_seconds, **resting(executor, 20.0)}
+
+
+def real(size: int) -> dict[str, float]:
+    """An executor whose graph runs."""
+    with ResilientExecutor(doing_nothing(size)) as executor:
 
         def step() -> None:
             executor.execute_model(0)
             executor.sample_tokens(None)
 
-        supervision = executor._supervision
-        assert supervision is not None
-        supervisor, agent = supervision.actor_processes()
-        node_agent = psutil.Process(ray.get(agent.identity.remote(), timeout=60).pid)
-        watcher = psutil.Process(ray.get(supervisor.roster.remote(), timeout=60)["supervisor"].pid)
-        workers = [psutil.Process(worker.process.pid) for worker in executor.workers]
-        result = {
+        return {
             "start_s": executor.start_seconds,
             **{f"start_{name}_s": seconds for name, seconds in executor.start_phases.items()},
             "step_ms": milliseconds(step, 2.0),
             "rpc_ms": milliseconds(lambda: executor.collective_rpc("nothing"), 2.0),
-        }
-        time.sleep(2.0)
-        before = {process: sum(process.cpu_times()[:2]) for process in (watcher, node_agent, *workers)}
-        at = time.monotonic()
-        time.sleep(10.0)
-        took = time.monotonic() - at
-        used = {process: sum(process.cpu_times()[:2]) - before[process] for process in before}
-        return {
-            **result,
-            "supervisor_core_percent": 100 * used[watcher] / took,
-            "agent_core_percent": 100 * used[node_agent] / took,
-            "worker_core_percent": 100 * statistics.mean(used[process] for process in workers) / took,
-            "worker_rss_mb": statistics.mean(process.memory_info().rss for process in workers) / 1e6,
-            "driver_rss_mb": psutil.Process().memory_info().rss / 1e6,
-            "incidents": float(len(executor.incidents)),
+            **resting(executor, 10.0),
         }
 
 
@@ -322,36 +342,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", type=Path, help="where to write the plot")
     parser.add_argument("--seconds", type=float, default=8.0, help="of watching, for each size (default: %(default)s)")
     parser.add_argument("--real", type=int, default=0, help="largest real executor; 0 for none (default: %(default)s)")
+    parser.add_argument("--at-rest", type=int, default=0, help="the same, which only rest (default: %(default)s)")
+    parser.add_argument("--only-real", action="store_true", help="nothing that is made up or simulated")
     options = parser.parse_args(argv)
-    rows: list[dict[str, float]] = [{"workers": size, **pure(size)} for size in SIZES]
-    ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False, logging_level="ERROR")
-    try:
-        for row in rows:
-            row.update(simulated(int(row["workers"]), options.seconds))
-    finally:
-        ray.shutdown()
-    show("made-up workers (ranks, bells, detectors) and simulated ones (supervisor, calls)", rows)
-    real_rows: list[dict[str, float]] = []
+    results: dict[str, Any] = {"cores": os.cpu_count(), "load_average_1m": os.getloadavg()[0]}
 
     def write() -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+    if not options.only_real:
+        rows = results["simulated"] = [{"workers": size, **pure(size)} for size in SIZES]
+        ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False, logging_level="ERROR")
+        try:
+            for row in rows:
+                row.update(simulated(int(row["workers"]), options.seconds))
+        finally:
+            ray.shutdown()
+        show("made-up workers (ranks, bells, detectors) and simulated ones (supervisor, calls)", rows)
         if options.svg is not None:
             options.svg.write_text(plot(rows))
-        if options.json is not None:
-            machine = {"cores": os.cpu_count(), "load_average_1m": os.getloadavg()[0]}
-            data = {"simulated": rows, "real": real_rows, **machine}
-            options.json.write_text(json.dumps(data, indent=2) + "\n")
-
-    write()
-    for size in (4, *SIZES):
-        if size > options.real:
-            break
-        try:
-            real_rows.append({"workers": size, **real(size)})
-        except ResilientExecutorError as error:
-            print(f"an executor of {size} workers: {error}", file=sys.stderr)
-            return 1
-        show("real executors of workers that do nothing", real_rows)
         write()
+    for key, largest, measure, title in (
+        ("at_rest", options.at_rest, at_rest, "real executors of workers without a graph"),
+        ("real", options.real, real, "real executors of workers that do nothing"),
+    ):
+        results[key] = measured = []
+        for size in (4, *SIZES):
+            if size > largest:
+                break
+            try:
+                measured.append({"workers": size, **measure(size)})
+            except ResilientExecutorError as error:
+                print(f"an executor of {size} workers: {error}", file=sys.stderr)
+                return 1
+            show(title, measured)
+            write()
     return 0
 
 
