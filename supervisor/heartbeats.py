@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Before an agent that has failed is asked for beats again, in seconds: a third of a lease, doubled up to this.
 _LONGEST_PAUSE_S: Final = 60.0
+#: The lease that the agent of one's own node gets, in those of other nodes' agents.
+_OWN_NODE: Final = 4.0
 
 
 class Heartbeats:
@@ -111,8 +113,28 @@ class Heartbeats:
         return member.process not in self._unreachable
 
     async def _keep(self, members: Sequence[Member], agent: ActorHandle) -> None:
-        """Keep the agent of this node from ending anybody, until it has died."""
-        await self._answers_again(members, agent, math.inf)
+        """Keep the agent of this node from ending anybody, until it has died.
+
+        Its lease is a long one, and renewed as rarely. On another node it ends workers that nobody here can reach any
+        more, and their replacements wait for that; on this one only what is left when all of us have died.
+        """
+        lease_s = _OWN_NODE * self._settings.lease_s
+        while await self._renew(members, agent, lease_s) is not None:
+            await asyncio.sleep(lease_s / 3)
+
+    async def _renew(self, members: Sequence[Member], agent: ActorHandle, lease_s: float) -> float | None:
+        """Have an agent keep its workers. Returns how long it took, ``inf`` if it did not, None if it has died."""
+        began = time.monotonic()
+        try:
+            await agent.renew.remote([m.process for m in members], lease_s, self._settings.lease_grace_s)
+        except RayActorError as error:
+            if not isinstance(error, ActorUnavailableError):  # that one may be back, and end them
+                return None
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is asked again
+            logger.debug("an agent does not renew leases: %s", brief(error))
+        else:
+            return time.monotonic() - began
+        return math.inf
 
     def _stop_calls(self, members: Sequence[Member]) -> None:
         """Those that can be asked otherwise are called no more."""
@@ -212,17 +234,10 @@ class Heartbeats:
         are silent until the next call. It is asked again later each time.
         """
         settings, since = self._settings, time.monotonic()
-        wanted = [member.process for member in members]
         while True:
-            began, took_s, before = time.monotonic(), math.inf, Counter(self._answered)
-            try:
-                await agent.renew.remote(wanted, settings.lease_s, settings.lease_grace_s)
-                took_s = time.monotonic() - began
-            except RayActorError as error:
-                if not isinstance(error, ActorUnavailableError):  # that one may be back, and end them
-                    return False
-            except Exception as error:  # noqa: BLE001 - the same
-                logger.debug("an agent does not renew leases: %s", brief(error))
+            before = Counter(self._answered)
+            if (took_s := await self._renew(members, agent, settings.lease_s)) is None:
+                return False
             await asyncio.sleep(settings.lease_s / 3)
             reachable = [member.process for member in members if self._is_reachable(member)]
             heard = all(self._answered[process] > before[process] for process in reachable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,8 @@ class Node:
         self.direct: list[tuple[int, int, int]] = []
         self.beats: list[dict[int, Beat]] = []
         self.renewals = 0
+        #: When the agent was told to keep its workers, and for how long.
+        self.leases: list[tuple[float, float]] = []
         self.refused: list[tuple[int, str]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.watch = Watch(1, [(p, "10.0.0.1") for p in self.processes], SETTINGS, SETTINGS.step_deadline(), 0.0)
@@ -59,8 +62,9 @@ class Node:
         self.beats.append({process.pid - 100: beat for process, beat in beats.items()})
         return await self._give(beats)
 
-    async def _renew(self, *_: object) -> None:
+    async def _renew(self, _: object, duration_s: float, __: float) -> None:
         self.renewals += 1
+        self.leases.append((time.monotonic(), duration_s))
         if self._give is dead:
             raise RayActorError
         if self._give is unavailable and self.renewals % 2:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import astuple
+from itertools import pairwise
 
 import pytest
 from heartbeat_node import Give, Node, all_answer, dead, progress, stopped
@@ -57,7 +58,8 @@ def test_its_own_node_it_asks_itself_whatever_the_agent_does(give: Give) -> None
     node, heard = straight(give, 2)
     assert node.beats == []
     assert node.direct == []
-    assert node.renewals == 1 if give is dead else node.renewals > 2, "the agent must not end anybody"
+    assert node.renewals == 1 if give is dead else node.renewals > 1, "the agent must not end anybody"
+    assert all(later - at < duration_s / 2 for (at, duration_s), (later, _) in pairwise(node.leases))
     for beats in heard:
         assert len(beats) > 5
         assert all(beat.heard < beat.number for beat in beats)
@@ -134,7 +136,7 @@ def test_a_successor_of_its_own_agent_changes_nothing_for_the_workers() -> None:
             beats.of_node(node.members, node.agent)
             await asyncio.sleep(0.2)
             beats.of_node(node.members, new.agent)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             assert (new.renewals > 1, new.beats, node.direct) == (True, [], [])
             await node.end()
 
