@@ -221,18 +221,19 @@ class WorkerActor:
     def _enter(self, phase: Phase) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
 
-    def prepare_graph(self, buffer_bytes: int, bell: BellPlan | None, wires: bool) -> None:
+    def prepare_graph(self, buffer_bytes: int, bell: BellPlan | None, wires: bool, bytes_only: bool) -> None:
         """Get ready for the graph, which is compiled next.
 
         Args:
             buffer_bytes: first size of the buffers that this worker writes to; see ``graph.buffer_size``.
             bell: where it listens while it has nothing to read; None lets it spin.
             wires: what it writes goes over wires.
+            bytes_only: no tensor goes between accelerators.
         """
         self._enter(Phase.COMPILING)
         self._bell = readers.listen_in_worker(bell) if bell is not None else None
         DAGContext.get_current().buffer_size_bytes = buffer_bytes
-        serve_worker(wires)
+        serve_worker(wires, bytes_only)
 
     def shut_down(self) -> None:
         """Let the engine's worker put its things in order; its errors are logged, since its process ends anyway."""

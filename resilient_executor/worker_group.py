@@ -20,9 +20,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from resilient_executor import doorbell, measurements, ranks
 from resilient_executor.actors import actor_class
-from resilient_executor.config import ExecutorConfig
+from resilient_executor.config import ExecutorConfig, Transport
 from resilient_executor.doorbell import BellPlan
 from resilient_executor.errors import RpcTimeout, WorkerStartError
+from resilient_executor.graph import resolve_transport
 from resilient_executor.injection import ChaosWorkerActor
 from resilient_executor.journal import JournalEntry
 from resilient_executor.placement import Reservation, worker_options
@@ -190,10 +191,12 @@ class WorkerGroup:
         workers: list[BellPlan | None] = [None] * len(nodes)
         if self.config.parking:
             driver, workers = doorbell.plan(self.config, nodes, driver_node_id)
-        pairs = zip(self.handles, sizes, workers, strict=True)
-        self._all(
-            "compile", [h.prepare_graph.remote(size, bell, self.config.wires) for h, size, bell in pairs], deadline
-        )
+        settings = self.config.wires, resolve_transport(self.config) is Transport.SHM
+        calls = [
+            handle.prepare_graph.remote(size, bell, *settings)
+            for handle, size, bell in zip(self.handles, sizes, workers, strict=True)
+        ]
+        self._all("compile", calls, deadline)
         return driver
 
     def set_phase(self, phase: Phase, deadline: float) -> None:

@@ -85,7 +85,7 @@ def _bare(_: Any, values: Any) -> Any:
 
 
 def _use_rays_channels(_: Any) -> None:
-    wire_channel.serve_worker(False)
+    wire_channel.serve_worker(False, bytes_only=False)
 
 
 @contextmanager

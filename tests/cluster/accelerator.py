@@ -58,7 +58,7 @@ class Rank:
     def serve(self) -> tuple[bool, str]:
         # All that they do is refuse a CPU.
         accelerator.ensure_registered_as_writer = accelerator.ensure_registered_as_reader = lambda _: None
-        wire_channel.serve_worker(True)
+        wire_channel.serve_worker(True, bytes_only=False)
         own = f"resilient-executor-test-{os.getpid()}"
         readers.listen_in_worker(BellPlan(own, (), remote=False, company=100, busy_wait_ms=None))
         return wire_channel.install(), ray.get_runtime_context().get_node_id()

@@ -46,16 +46,14 @@ def holdings() -> Holdings:
 
 def placement_groups() -> frozenset[str]:
     table = ray.util.placement_group_table()
-    return frozenset(f"{key} {row['name']} {row['state']}" for key, row in table.items() if row["state"] != "REMOVED")
+    return frozenset(f"{key} {row['name']}" for key, row in table.items() if row["state"] != "REMOVED")
 
 
 def actors() -> frozenset[str]:
-    """Actors of the whole cluster that are not dead, whichever driver made them."""
+    """Actors of the whole cluster that are not dead, whichever driver made them, and whether they still start or not."""
     from ray._private import state
 
-    return frozenset(
-        f"{key} {row['ActorClassName']} {row['State']}" for key, row in state.actors().items() if row["State"] != "DEAD"
-    )
+    return frozenset(f"{key} {row['ActorClassName']}" for key, row in state.actors().items() if row["State"] != "DEAD")
 
 
 def raylet_pid() -> int:

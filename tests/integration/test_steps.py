@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from probe_executor import serving
+from probe_executor import run_step, serving
 from probe_worker import ProbeError
 
 from resilient_executor import ExecutorState, ResilientExecutor, StateError
@@ -197,3 +198,15 @@ class TestApplicationErrors:
     def run(executor: ResilientExecutor, command: Any, non_block: bool) -> Any:
         outcome = step(executor, command, non_block)
         return outcome.result(timeout=10) if non_block else outcome
+
+
+@pytest.mark.parametrize("wires", [True, False])
+def test_workers_of_an_engine_without_torch_do_not_import_it(ray_cluster: str, wires: bool) -> None:
+    """Ray's graph would, in every worker: three times the memory, and most of the time of a start or a rebuild."""
+    with serving(pipeline_parallel_size=2, wires=wires) as executor:
+        assert run_step(executor, 1)["scheduler"] == 1
+        assert executor.collective_rpc(knows_torch) == [False, False]
+
+
+def knows_torch(_: object) -> bool:
+    return "torch" in sys.modules
