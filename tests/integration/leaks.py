@@ -50,7 +50,7 @@ def placement_groups() -> frozenset[str]:
 
 
 def actors() -> frozenset[str]:
-    """Actors of the whole cluster that are not dead, whichever driver made them, and whether they still start or not."""
+    """Actors of the whole cluster that are not dead, whichever driver made them, whether they still start or not."""
     from ray._private import state
 
     return frozenset(f"{key} {row['ActorClassName']}" for key, row in state.actors().items() if row["State"] != "DEAD")
