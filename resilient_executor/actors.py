@@ -33,6 +33,9 @@ def unpinned() -> Iterator[None]:
     in the driver, with a call of the cluster's head that waits for its end: 0.1 MB a rebuild. Here it goes nowhere.
     """
     context = ray._private.worker.global_worker.get_serialization_context()
+    if not hasattr(context, "set_in_band_serialization") or context.is_in_band_serialization():
+        yield  # another Ray: then it pins them
+        return
     context.set_in_band_serialization()
     try:
         yield

@@ -5,7 +5,7 @@ Three ways to have many workers on a small machine:
 * pure logic (ranks, who rings whom, the detectors' pass) runs on made-up facts;
 * the real supervisor watches simulated workers, many in each of a few Ray actors, which answer heartbeats and calls;
 * with ``--real``, real executors of up to so many real workers that do nothing; with ``--at-rest``, those of up to so
-  many whose graph is not made: then they import no torch, and more of them fit.
+  many that never take a step.
 
     python scripts/scaling.py --json build/scaling.json --svg docs/img/scaling.svg --real 32 --at-rest 64
 """
@@ -298,7 +298,7 @@ def resting(executor: ResilientExecutor, seconds: float) -> dict[str, float]:
 
 
 def at_rest(size: int) -> dict[str, float]:
-    """Without a graph, for which each worker would import torch: 64 of them fit on a small machine."""
+    """Without a graph; leases are long here (``doing_nothing``), so that hardly one is renewed meanwhile."""
     with ResilientExecutor(doing_nothing(size, eager_graph=False)) as executor:
         return {"start_s": executor.start_seconds, **resting(executor, 20.0)}
 
@@ -345,6 +345,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-rest", type=int, default=0, help="the same, which only rest (default: %(default)s)")
     parser.add_argument("--only-real", action="store_true", help="nothing that is made up or simulated")
     options = parser.parse_args(argv)
+    if options.only_real and options.svg is not None:
+        parser.error("--svg is the plot of what is simulated, which --only-real leaves out")
+    failed = False
     results: dict[str, Any] = {"cores": os.cpu_count(), "load_average_1m": os.getloadavg()[0]}
 
     def write() -> None:
@@ -375,10 +378,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measured.append({"workers": size, **measure(size)})
             except ResilientExecutorError as error:
                 print(f"an executor of {size} workers: {error}", file=sys.stderr)
-                return 1
+                failed = True
+                break
             show(title, measured)
             write()
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -202,9 +202,14 @@ class NodeAgent:
         return time.monotonic() - began, answers
 
     async def renew(self, processes: Sequence[ProcessIdentity], duration_s: float, grace_s: float) -> None:
-        """These workers are still wanted. From the first call on, somebody must say so again and again."""
+        """These workers are still wanted. From the first call on, somebody must say so again and again.
+
+        A lease is never made shorter: the executor, which says so in the supervisor's place, gives short ones only.
+        """
         now = time.monotonic()
         for process in processes:
+            if (kept := self._leases.get(process)) is not None and kept.valid(now + duration_s):
+                continue
             lease = Lease(duration_s, grace_s + _PATIENCE_S, now)
             lease.answered("anybody", 1, now)
             lease.beat("anybody", 1)
@@ -214,7 +219,7 @@ class NodeAgent:
 
     async def _keep_leases(self) -> None:
         while True:
-            # Up to the earliest end that is known; a lease that comes meanwhile ends later: all last equally long.
+            # Up to the earliest end that is known; a lease that comes meanwhile ends no earlier.
             now = time.monotonic()
             rests = (lease.rest_s(now, _LEASE_LOOK_S) for lease in self._leases.values())
             await asyncio.sleep(min(rests, default=_LEASE_LOOK_S))

@@ -2,7 +2,8 @@
 
 Ray's processes die with the one that has started them, except the two that the node daemon (raylet) has started for
 itself: they find out by and by, want to tell the head, which is gone, and are there for another minute. What the graphs
-had in ``/dev/shm`` stays for good. Whoever ends in an orderly way clears both himself (``cluster.disconnect``).
+had in ``/dev/shm`` stays for good. And workers that were just starting look for their daemon before they give up.
+Whoever ends in an orderly way clears everything himself (``cluster.disconnect``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from pathlib import Path
 from typing import Final
 
 from resilient_executor import processes, semaphores
@@ -52,10 +54,25 @@ class Estate:
                 handles.enter_context(one)
             if not self._raylet.wait(_LAST_S):
                 return False
-            for one in self._others:
+            others = [*self._others, *(handles.enter_context(one) for one in _starting(self._raylet.identity.pid))]
+            for one in others:
                 one.kill()
             deadline = time.monotonic() + _LAST_S
-            for one in self._others:
+            for one in others:
                 one.wait(max(0.0, deadline - time.monotonic()))
         semaphores.remove_all(self._raylet.identity.pid)
         return True
+
+
+def _starting(raylet_pid: int) -> list[ProcessHandle]:
+    """Ray's workers of this daemon that have not come up: they have the command line that they were started with."""
+    mark, found = f"RAY_RAYLET_PID={raylet_pid}".encode(), []
+    for entry in os.scandir("/proc"):
+        try:
+            if not entry.name.isdigit() or b"default_worker.py" not in Path(entry.path, "cmdline").read_bytes():
+                continue
+            if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                found.append(ProcessHandle(processes.identify(int(entry.name), "")))
+        except OSError:  # it has ended, or is somebody else's
+            continue
+    return found

@@ -116,11 +116,12 @@ class Heartbeats:
         """Keep the agent of this node from ending anybody, until it has died.
 
         Its lease is a long one, and renewed as rarely. On another node it ends workers that nobody here can reach any
-        more, and their replacements wait for that; on this one only what is left when all of us have died.
+        more, and their replacements wait for that; on this one those that could not be fenced, or that are left when we
+        have died.
         """
         lease_s = _OWN_NODE * self._settings.lease_s
-        while await self._renew(members, agent, lease_s) is not None:
-            await asyncio.sleep(lease_s / 3)
+        while (took_s := await self._renew(members, agent, lease_s)) is not None:
+            await asyncio.sleep((lease_s if took_s < math.inf else self._settings.lease_s) / 3)
 
     async def _renew(self, members: Sequence[Member], agent: ActorHandle, lease_s: float) -> float | None:
         """Have an agent keep its workers. Returns how long it took, ``inf`` if it did not, None if it has died."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,21 @@ def test_only_who_has_started_the_daemon_owns_it() -> None:
     ticks = processes.start_ticks(above) if above else None
     assert Estate.of(ProcessIdentity(above, (ticks or 0) + 1, "")) is None
     assert Estate.of(ProcessIdentity(os.getpid(), 1, "")) is None
+
+
+def test_workers_that_were_starting_end_with_their_daemon_and_nobody_elses(daemon: subprocess.Popen[str]) -> None:
+    mine = Estate(daemon.pid)
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "workers/default_worker.py"]
+    starting, another = (
+        subprocess.Popen(command, env={**os.environ, "RAY_RAYLET_PID": str(pid)}) for pid in (daemon.pid, os.getpid())
+    )
+    try:
+        daemon.kill()
+        daemon.wait(5)
+        assert mine.clear()
+        assert starting.wait(5) == -9
+        assert another.poll() is None
+    finally:
+        for one in (starting, another):
+            one.kill()
+            one.wait(5)
